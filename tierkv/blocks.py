@@ -1,0 +1,275 @@
+"""Identities and keys: what a block of KV is the KV *of*.
+
+A key is the full 32-byte SHA-256 over an injective, length-prefixed encoding of everything
+that the stored numbers depend on: model, weights, adapters, layout, dtype, shard, context
+policy and block size (the *space*), the tenant (from block 0), and every token id up to the end
+of the block, chained block by block. Two different inputs never encode to the same bytes, and
+nothing here depends on the process, the host or the hash seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NewType
+
+from tierkv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "KEY_BYTES",
+    "PART_BYTES",
+    "AdapterId",
+    "BlockKey",
+    "Identity",
+    "KeyChain",
+    "Media",
+    "PartId",
+    "chain_root",
+    "encode_fields",
+    "part_id",
+    "space_fingerprint",
+    "split_part",
+    "tail_key",
+]
+
+BlockKey = NewType("BlockKey", bytes)
+"""Key of one block: 32 bytes, SHA-256."""
+
+PartId = NewType("PartId", bytes)
+"""Name of one part, the unit that is stored, moved and evicted: block key + group number."""
+
+KEY_BYTES = 32
+PART_BYTES = KEY_BYTES + 2
+FORMAT_VERSION = 1
+MAX_TOKEN_ID = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AdapterId:
+    """A LoRA-like adapter that was active while the KV was computed.
+
+    Attributes:
+        name: Name of the adapter.
+        version: Version or digest; reloading other weights under one name must change it.
+        scale: Scale with which it was applied.
+    """
+
+    name: str
+    version: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What computed the KV, apart from its layout and block size.
+
+    Attributes:
+        model: Model id.
+        weights: Digest or revision of the weights; a stable name with new weights must differ.
+        adapters: Active adapters, in the order in which they apply.
+        shard: (rank, world size) of the tensor-parallel shard this KV belongs to.
+        context_policy: How context is cut, e.g. ``"full"`` or ``"sliding-document:4096"``.
+        extra: Further named facts that change the numbers (RoPE scaling, quantised compute, ...).
+    """
+
+    model: str
+    weights: str
+    adapters: tuple[AdapterId, ...] = ()
+    shard: tuple[int, int] = (0, 1)
+    context_policy: str = "full"
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+Field = bytes | str | int | float | None | tuple["Field", ...]
+
+
+def encode_fields(*fields: Field) -> bytes:
+    """Encode values injectively: a type tag, a length, the bytes; tuples nest.
+
+    >>> encode_fields("ab", "c") == encode_fields("a", "bc")
+    False
+    >>> encode_fields("", None) == encode_fields(None, "")
+    False
+    >>> encode_fields(1) == encode_fields(1.0)
+    False
+    """
+    out = bytearray()
+    for value in fields:
+        if value is None:
+            tag, body = b"n", b""
+        elif isinstance(value, bytes):
+            tag, body = b"b", value
+        elif isinstance(value, str):
+            tag, body = b"s", value.encode("utf-8", "surrogatepass")
+        elif isinstance(value, int):
+            tag, body = b"i", str(int(value)).encode()
+        elif isinstance(value, float):
+            tag, body = b"f", struct.pack("<d", value)
+        else:
+            tag, body = b"t", encode_fields(*value)
+        out += tag
+        out += len(body).to_bytes(8, "little")
+        out += body
+    return bytes(out)
+
+
+def space_fingerprint(identity: Identity, layout_fingerprint: bytes, block_tokens: int) -> bytes:
+    """Return the 32-byte name of a space: the complete root of its keys."""
+    fields = encode_fields(
+        "tierkv.space",
+        FORMAT_VERSION,
+        identity.model,
+        identity.weights,
+        tuple((a.name, a.version, float(a.scale)) for a in identity.adapters),
+        identity.shard,
+        identity.context_policy,
+        identity.extra,
+        layout_fingerprint,
+        block_tokens,
+    )
+    return hashlib.sha256(fields).digest()
+
+
+def chain_root(space: bytes, tenant: str, salt: bytes = b"") -> BlockKey:
+    """Return the parent of block 0: it holds the space, the tenant and the request's salt."""
+    return BlockKey(hashlib.sha256(encode_fields("tierkv.root", space, tenant, salt)).digest())
+
+
+def part_id(key: BlockKey, group: int) -> PartId:
+    """Name the part of block ``key`` that belongs to layer group ``group``."""
+    return PartId(key + group.to_bytes(2, "little"))
+
+
+def split_part(part: PartId) -> tuple[BlockKey, int]:
+    """Undo :func:`part_id`."""
+    return BlockKey(part[:KEY_BYTES]), int.from_bytes(part[KEY_BYTES:], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """Content behind placeholder tokens, such as an image.
+
+    Attributes:
+        position: Index of the first placeholder token.
+        digest: Digest of the content; it enters the key of the block that holds ``position``.
+    """
+
+    position: int
+    digest: bytes
+
+
+_BLOCK_TAG = encode_fields("tierkv.block")
+
+
+def _block_key(parent: bytes, tokens: bytes, media: bytes) -> BlockKey:
+    # tag and parent have fixed sizes and the two variable fields carry their lengths: injective
+    head = _BLOCK_TAG + parent + struct.pack("<QQ", len(tokens), len(media))
+    return BlockKey(hashlib.sha256(head + tokens + media).digest())
+
+
+def tail_key(parent: BlockKey, owner: str, tokens: bytes) -> BlockKey:
+    """Key of the private partial block that session ``owner`` keeps behind ``parent``."""
+    fields = encode_fields("tierkv.tail", parent, owner, tokens)
+    return BlockKey(hashlib.sha256(fields).digest())
+
+
+def pack_tokens(token_ids: Iterable[int]) -> array[int]:
+    """Pack token ids as unsigned 32-bit integers.
+
+    Raises:
+        LayoutError: if a token id is negative or does not fit 32 bits.
+    """
+    try:
+        return array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise LayoutError(
+            f"token ids must be integers from 0 to {MAX_TOKEN_ID}: {error}"
+        ) from error
+
+
+class KeyChain:
+    """Key chain of one token sequence: hashes each block once, however often it grows.
+
+    A chain costs about 2 us a block; long ones belong in a worker thread, not on the loop.
+    """
+
+    __slots__ = ("_media", "block_tokens", "keys", "root", "tokens")
+
+    def __init__(self, root: BlockKey, block_tokens: int) -> None:
+        self.root = root
+        self.block_tokens = block_tokens
+        self.tokens: array[int] = array("I")
+        self.keys: list[BlockKey] = []
+        self._media: tuple[Media, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<KeyChain {len(self.tokens)} tokens, {len(self.keys)} blocks>"
+
+    def common_tokens(self, token_ids: Sequence[int]) -> int:
+        """Count how many leading tokens of ``token_ids`` this chain already holds."""
+        mine = self.tokens
+        limit = min(len(mine), len(token_ids))
+        other = pack_tokens(token_ids[:limit])
+        if mine[:limit] == other:
+            return limit
+        low, high = 0, limit  # invariant: the first `low` agree, the first `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if mine[low:middle] == other[low:middle]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def follow(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> int:
+        """Make this the chain of ``token_ids``: keep the shared prefix, hash only the rest.
+
+        Returns:
+            How many leading tokens were shared with the chain as it was.
+
+        Raises:
+            LayoutError: if a token id does not fit 32 bits; the chain is then unchanged.
+        """
+        shared = self.common_tokens(token_ids)
+        fresh = pack_tokens(token_ids[shared:])
+        media = tuple(sorted(media, key=lambda m: (m.position, m.digest)))
+        if media != self._media:
+            first = min(
+                (m.position for m in set(media) ^ set(self._media)), default=len(self.tokens)
+            )
+            keep = min(shared, first) // self.block_tokens
+            self._media = media
+        else:
+            keep = shared // self.block_tokens
+        del self.tokens[shared:]
+        self.tokens.extend(fresh)
+        del self.keys[keep:]
+        self._hash_new()
+        return shared
+
+    def _hash_new(self) -> None:
+        size = self.block_tokens
+        parent = self.keys[-1] if self.keys else self.root
+        for index in range(len(self.keys), len(self.tokens) // size):
+            start = index * size
+            inside = tuple(
+                (m.position - start, m.digest)
+                for m in self._media
+                if start <= m.position < start + size
+            )
+            media = encode_fields(*inside) if inside else b""
+            parent = _block_key(parent, self.tokens[start : start + size].tobytes(), media)
+            self.keys.append(parent)
+
+    def fork(self) -> KeyChain:
+        """Return an independent copy."""
+        twin = KeyChain(self.root, self.block_tokens)
+        twin.tokens = self.tokens[:]
+        twin.keys = self.keys[:]
+        twin._media = self._media
+        return twin

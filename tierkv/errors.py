@@ -1,0 +1,116 @@
+"""Every error a user of tierkv can meet.
+
+::
+
+    TierKVError
+    ├── ConfigError (ValueError)        a setting is unknown, malformed or cannot be honoured
+    ├── LayoutError (ValueError)        tensors or token ids do not fit the space's layout
+    ├── ClosedError (RuntimeError)      the engine, session or match was closed
+    ├── SessionBusyError                a second turn was started on a session set to refuse it
+    ├── AttachError                     an adapter cannot serve this model or call
+    ├── MissingDependencyError          an optional library is not installed (carries the hint)
+    ├── LoadIncomplete                  a layer-wise load stopped; the view must be dropped
+    ├── CodecError                      bytes cannot be encoded or decoded
+    │   └── IntegrityError              stored bytes are damaged or belong to something else
+    ├── CapacityError                   an item can never fit
+    │   └── QuotaExceededError          a tenant's or session's byte quota forbids it
+    └── BackendError                    a tier failed (``.tier``, ``.retryable``)
+        └── RootLockedError             another process owns this storage root
+
+A miss is never an exception: loads and stores return what happened, block by block.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AttachError",
+    "BackendError",
+    "CapacityError",
+    "ClosedError",
+    "CodecError",
+    "ConfigError",
+    "IntegrityError",
+    "LayoutError",
+    "LoadIncomplete",
+    "MissingDependencyError",
+    "QuotaExceededError",
+    "RootLockedError",
+    "SessionBusyError",
+    "TierKVError",
+]
+
+
+class TierKVError(Exception):
+    """Root of every error raised by tierkv."""
+
+
+class ConfigError(TierKVError, ValueError):
+    """A setting is unknown, malformed or cannot be honoured on this machine."""
+
+
+class LayoutError(TierKVError, ValueError):
+    """Tensors, pages or token ids do not fit the layout of the space."""
+
+
+class ClosedError(TierKVError, RuntimeError):
+    """The object was closed and can no longer be used."""
+
+
+class SessionBusyError(TierKVError):
+    """A turn is already running on this session, which refuses a second one."""
+
+
+class AttachError(TierKVError):
+    """An adapter cannot attach to this target, or cannot serve this kind of call."""
+
+
+class MissingDependencyError(TierKVError, ImportError):
+    """An optional library is missing; the message says how to install it."""
+
+
+class LoadIncomplete(TierKVError):  # noqa: N818 - the name is part of the public API
+    """A layer-wise load stopped before its last layer.
+
+    The view has been written in part: drop it and recompute.
+
+    Attributes:
+        layer: First layer (model layer number) that is not in place.
+    """
+
+    def __init__(self, layer: int, why: str) -> None:
+        super().__init__(f"layer {layer} could not be loaded ({why}); drop the view and recompute")
+        self.layer = layer
+
+
+class CodecError(TierKVError):
+    """A codec cannot encode this input or decode these bytes."""
+
+
+class IntegrityError(CodecError):
+    """Stored bytes are damaged, truncated, or belong to another identity."""
+
+
+class CapacityError(TierKVError):
+    """An item is larger than the space that could ever be made for it."""
+
+
+class QuotaExceededError(CapacityError):
+    """A byte quota of a tenant or a session forbids the operation."""
+
+
+class BackendError(TierKVError):
+    """A tier failed.
+
+    Attributes:
+        tier: Name of the tier.
+        retryable: Whether the same call may succeed later without operator action.
+    """
+
+    def __init__(self, tier: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(f"tier {tier!r}: {message}")
+        self.tier = tier
+        self.retryable = retryable
+
+
+class RootLockedError(BackendError):
+    """Another process (or engine) owns this storage root."""
