@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "BackendStats",
-    "BytesCodec",
     "Buffer",
+    "BytesCodec",
     "IoResult",
     "IoStatus",
     "MemoryBackend",
@@ -108,7 +108,8 @@ class ReadRequest(NamedTuple):
         part: Which part.
         generation: Which publication of it; another one is MISSING.
         offset: First byte inside the frame; any value.
-        length: Bytes to read; ``offset + length`` may not pass the stored length.
+        length: Bytes to read; ``offset + length`` may not pass the stored length rounded up
+            to 4 KiB (bytes after the stored length are undefined).
     """
 
     part: PartId
@@ -223,7 +224,7 @@ class Backend(ABC):
     async def delete(self, parts: Sequence[tuple[PartId, int]]) -> None:
         """Forget (part, generation) pairs; an absent or newer one is left alone. Idempotent."""
 
-    async def flush(self) -> None:
+    async def flush(self) -> None:  # noqa: B027 - volatile media have nothing to do
         """Make every completed write and delete survive a crash of the machine.
 
         Raises:
@@ -259,8 +260,11 @@ class MemoryBackend(Backend):
         """
 
     @abstractmethod
-    def view(self, part: PartId, generation: int) -> memoryview | None:
-        """The frame's bytes in place, or None. Valid while the caller's lease lasts."""
+    def borrow(self, part: PartId, generation: int) -> Buffer | None:
+        """The frame in place, or None: a Buffer whose ``release`` does nothing.
+
+        Valid while the caller's lease on the part lasts; must not be written.
+        """
 
     @abstractmethod
     def discard(self, part: PartId, generation: int) -> None:
@@ -280,7 +284,9 @@ class TensorCodec(ABC):
     lossless: ClassVar[bool]
 
     @abstractmethod
-    def output(self, shape: tuple[int, ...], dtype: str, tensor: str) -> tuple[tuple[int, ...], str]:
+    def output(
+        self, shape: tuple[int, ...], dtype: str, tensor: str
+    ) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of the encoded tensor; equal input always gives equal output."""
 
     @abstractmethod
@@ -415,13 +421,34 @@ class Observer(ABC):
 
     @abstractmethod
     def lookup(
-        self, *, requested: int, matched: int, by_tier: dict[str, int], reason: str | None
+        self,
+        *,
+        requested: int,
+        reusable: int,
+        matched: int,
+        by_tier: dict[str, int],
+        reason: str | None,
     ) -> None:
-        """One match: tokens requested and matched, tokens by tier, first miss reason."""
+        """One match.
+
+        Args:
+            requested: Tokens of the prompt.
+            reusable: Those that the session had shown before, in whole blocks.
+            matched: Those of the loadable prefix.
+            by_tier: Matched tokens by tier.
+            reason: Why the prefix is not longer (a MissReason value), or None.
+        """
 
     @abstractmethod
     def io(
-        self, *, tier: str, direction: str, nbytes: int, operations: int, seconds: float, failed: int
+        self,
+        *,
+        tier: str,
+        direction: str,
+        nbytes: int,
+        operations: int,
+        seconds: float,
+        failed: int,
     ) -> None:
         """One backend batch; direction is ``"read"``, ``"write"`` or ``"delete"``."""
 

@@ -8,7 +8,7 @@
     ├── ClosedError (RuntimeError)      the engine, session or match was closed
     ├── SessionBusyError                a second turn was started on a session set to refuse it
     ├── AttachError                     an adapter cannot serve this model or call
-    ├── MissingDependencyError          an optional library is not installed (carries the hint)
+    ├── MissingDependencyError (ImportError)  an optional library is missing (says what to install)
     ├── LoadIncomplete                  a layer-wise load stopped; the view must be dropped
     ├── CodecError                      bytes cannot be encoded or decoded
     │   └── IntegrityError              stored bytes are damaged or belong to something else
@@ -45,7 +45,15 @@ class TierKVError(Exception):
 
 
 class ConfigError(TierKVError, ValueError):
-    """A setting is unknown, malformed or cannot be honoured on this machine."""
+    """A setting is unknown, malformed or cannot be honoured on this machine.
+
+    Attributes:
+        setting: Name of the setting in :class:`tierkv.EngineConfig`, where it is just one.
+    """
+
+    def __init__(self, message: str, *, setting: str | None = None) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class LayoutError(TierKVError, ValueError):
@@ -68,7 +76,7 @@ class MissingDependencyError(TierKVError, ImportError):
     """An optional library is missing; the message says how to install it."""
 
 
-class LoadIncomplete(TierKVError):  # noqa: N818 - the name is part of the public API
+class LoadIncomplete(TierKVError):
     """A layer-wise load stopped before its last layer.
 
     The view has been written in part: drop it and recompute.

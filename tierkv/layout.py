@@ -66,7 +66,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
-            raise LayoutError(f"tensor {self.name!r}: unknown dtype {self.dtype!r} (one of {known})")
+            raise LayoutError(
+                f"tensor {self.name!r}: unknown dtype {self.dtype!r} (one of {known})"
+            )
         if any(n < 0 for n in self.shape):
             raise LayoutError(f"tensor {self.name!r}: negative size in shape {self.shape}")
 
@@ -168,7 +170,10 @@ class Layout:
                 g.kind.value,
                 g.window,
                 tuple(
-                    (layer.index, tuple((t.name, t.dtype, t.shape, t.packing) for t in layer.tensors))
+                    (
+                        layer.index,
+                        tuple((t.name, t.dtype, t.shape, t.packing) for t in layer.tensors),
+                    )
                     for layer in g.layers
                 ),
             )

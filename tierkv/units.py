@@ -20,15 +20,17 @@ _BYTES: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SECONDS: Final = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(value: int | str) -> int:
     """Read a size: an int of bytes, or a number with a unit; ``GB`` and ``GiB`` differ.
 
-    >>> parse_bytes("1.5GiB"), parse_bytes("2GB"), parse_bytes(4096)
-    (1610612736, 2000000000, 4096)
+    Text without a unit is a whole number of bytes (environment variables hold only text).
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("2GB"), parse_bytes(4096), parse_bytes("4096")
+    (1610612736, 2000000000, 4096, 4096)
 
     Raises:
         ConfigError: if the size is negative or the unit unknown.
@@ -38,6 +40,8 @@ def parse_bytes(value: int | str) -> int:
             raise ConfigError(f"a size cannot be negative: {value}")
         return value
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if match and not match[2] and match[1].isdigit():
+        return int(match[1])
     if match is None or match[2].lower() not in _BYTES:
         raise ConfigError(f"not a size: {value!r}; write bytes as an int, or e.g. '8GiB', '500MB'")
     return round(float(match[1]) * _BYTES[match[2].lower()])
@@ -46,8 +50,8 @@ def parse_bytes(value: int | str) -> int:
 def parse_duration(value: float | str) -> float:
     """Read a duration in seconds: a number of seconds, or a number with a unit.
 
-    >>> parse_duration("150ms"), parse_duration("6h"), parse_duration(2)
-    (0.15, 21600.0, 2.0)
+    >>> parse_duration("150ms"), parse_duration("6h"), parse_duration(2), parse_duration("2")
+    (0.15, 21600.0, 2.0, 2.0)
 
     Raises:
         ConfigError: if the duration is negative, not finite, or the unit unknown.

@@ -182,7 +182,9 @@ class StoreItem(NamedTuple):
 
     Attributes:
         part: Which part.
-        parent: Part of the same group one block earlier; None for block 0.
+        parent: Part of the same group one block earlier, if a prefix needs it: None for block 0
+            and for every part of a sliding or state group. A part whose parent is nowhere is
+            not stored, and a parent outlives its children.
         root: Root of the key chain.
         nbytes: Bytes as charged by the tier's backend.
         exact: Whether the KV is exact (not derived).
@@ -259,6 +261,7 @@ class PartState:
         tiers: Tiers that hold a copy, fastest first.
         pending: Tiers into which it is being written.
         leases: Leases out on it.
+        generation: Generation of its copies; 0 if there is none.
         exact: Whether its KV is exact.
         lossless: For each of ``tiers``, whether that copy is lossless.
         reason: Why there is no copy; None if there is one.
@@ -269,6 +272,7 @@ class PartState:
     tiers: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
     leases: int = 0
+    generation: int = 0
     exact: bool = True
     lossless: tuple[bool, ...] = ()
     reason: MissReason | None = None

@@ -1,0 +1,1 @@
+"""Adapters that plug tierkv into inference libraries; each is a subpackage, loaded on demand."""

@@ -1,0 +1,87 @@
+"""Views of a :class:`TierCache`: where a restore writes to, and where a store reads from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierkv.abc import View
+from tierkv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from tierkv_adapters.hf.cache import TierCache
+    from tierkv_adapters.hf.layers import TierLayer
+
+__all__ = ["CapturedView", "RestoreView"]
+
+
+def _sample(cache: TierCache, layer: int, tensor: str) -> tuple[str, int, int]:
+    spec = _layer(cache, layer).spec
+    named = {"k": spec.k, "v": spec.v}
+    if tensor not in named:
+        raise LayoutError(f"layer {layer} has tensors 'k' and 'v', not {tensor!r}")
+    heads, dim = named[tensor].shape
+    return named[tensor].dtype, heads, dim
+
+
+def _layer(cache: TierCache, index: int) -> TierLayer:
+    if not 0 <= index < len(cache.tiers):
+        raise LayoutError(f"the cache has {len(cache.tiers)} layers, there is no layer {index}")
+    return cache.tiers[index]
+
+
+class RestoreView(View):
+    """Memory reserved by :meth:`TierCache.open_restore`.
+
+    It belongs to the adapter, and nobody reads it before the cache declares it present. Token
+    ranges below the window of a sliding layer are not backed by memory.
+    """
+
+    owned_by_engine = True
+
+    def __init__(self, cache: TierCache, tokens: int) -> None:
+        self.tokens = tokens
+        self._cache = cache
+
+    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
+        """Dtype, heads and head size; token 0 of a sliding layer need not be in memory."""
+        return _sample(self._cache, layer, tensor)
+
+    def pieces(
+        self, layer: int, tensor: str, start: int, stop: int
+    ) -> tuple[tuple[int, torch.Tensor], ...]:
+        """Memory of tokens ``[start, stop)``; see :meth:`View.pieces`."""
+        if stop > self.tokens:
+            raise LayoutError(f"tokens {start}..{stop}: this restore ends at {self.tokens}")
+        return ((start, _layer(self._cache, layer).buffer.piece(tensor, start, stop)),)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Inference mode: the buffers may be inference tensors, which only it can write."""
+        return torch.inference_mode()
+
+
+class CapturedView(View):
+    """What the model has computed (and what was restored): tokens ``[0, captured)``."""
+
+    owned_by_engine = True
+
+    def __init__(self, cache: TierCache) -> None:
+        self.tokens = cache.captured
+        self._cache = cache
+
+    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
+        """Dtype, heads and head size; token 0 of a sliding layer need not be in memory."""
+        return _sample(self._cache, layer, tensor)
+
+    def pieces(
+        self, layer: int, tensor: str, start: int, stop: int
+    ) -> tuple[tuple[int, torch.Tensor], ...]:
+        """Memory of tokens ``[start, stop)``; waits if the layer's restore is under way."""
+        held = _layer(self._cache, layer)
+        if stop > self.tokens:
+            raise LayoutError(f"tokens {start}..{stop}: only {self.tokens} tokens were captured")
+        held.resolve()
+        return ((start, held.buffer.piece(tensor, start, stop)),)

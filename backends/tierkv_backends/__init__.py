@@ -1,0 +1,1 @@
+"""Backends that ship with tierkv: ``host`` (RAM) and ``nvme`` (local disk)."""

@@ -1,0 +1,253 @@
+"""Segment files: one flat address space of 4 KiB pages, made real and given back piece by piece.
+
+Page ``n`` lies in file ``segment-<n // segment_pages>``. A page is *backed* once blocks were
+allocated and written for it: a first write into fresh blocks costs several times a rewrite, and a
+backed page can no longer run into "no space left". Pages are given back by punching holes, files
+that hold no page any more are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import threading
+from typing import TYPE_CHECKING, Final
+
+from tierkv.buffers import Arena
+from tierkv.extents import Extent
+from tierkv_backends.nvme.transfer import PAGE, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Segments"]
+
+_NAME: Final = re.compile(r"segment-(\d{5})")
+_ZEROS: Final = 1 << 20
+_KEEP_SIZE: Final = 1
+_PUNCH_HOLE: Final = 2
+
+
+class Segments:
+    """The segment files of one root. The caller serialises :meth:`back` and :meth:`punch`.
+
+    Args:
+        root: Descriptor of the root directory.
+        segment_pages: Pages of a file.
+        direct: Whether to open the files with O_DIRECT.
+
+    Raises:
+        OSError: if an existing file cannot be opened.
+    """
+
+    def __init__(self, root: int, segment_pages: int, *, direct: bool) -> None:
+        self._root = root
+        self.segment_pages = segment_pages
+        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._fds: dict[int, int] = {}
+        self._dirty: set[int] = set()
+        self._files_lock = threading.Lock()  # a file is not closed while somebody looks at all
+        self._new_names = False
+        zeros = Arena(_ZEROS).allocate(_ZEROS)
+        assert zeros is not None
+        self._zeros = zeros.memory
+        try:
+            for name in os.listdir(root):
+                match = _NAME.fullmatch(name)
+                if match is not None:
+                    self._fds[int(match[1])] = os.open(name, self._flags, dir_fd=root)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def indices(self) -> list[int]:
+        """Numbers of the segment files that are there."""
+        return sorted(self._fds)
+
+    @property
+    def end(self) -> int:
+        """First page behind the last segment file."""
+        return (max(self._fds) + 1) * self.segment_pages if self._fds else 0
+
+    def disk_bytes(self) -> int:
+        """Real bytes of all segment files."""
+        with self._files_lock:
+            return sum(os.fstat(fd).st_blocks for fd in self._fds.values()) * 512
+
+    def present(self) -> list[Extent]:
+        """Pages inside the files, whether backed or holes, by address."""
+        found = []
+        for index in sorted(self._fds):
+            pages = min(os.fstat(self._fds[index]).st_size // PAGE, self.segment_pages)
+            if pages:
+                found.append(Extent(index * self.segment_pages, pages))
+        return found
+
+    def backed(self) -> list[Extent]:
+        """Pages that hold data as far as the file system tells, by address."""
+        found = []
+        for extent in self.present():
+            fd = self._fds[extent.start // self.segment_pages]
+            at, end = 0, extent.pages * PAGE
+            while at < end:
+                try:
+                    low = os.lseek(fd, at, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # only a hole is left
+                        break
+                    raise
+                high = min(os.lseek(fd, low, os.SEEK_HOLE), end)
+                first, last = low // PAGE, -(-high // PAGE)
+                if last > first:
+                    found.append(Extent(extent.start + first, last - first))
+                at = max(high, low + 1)
+        return found
+
+    def pieces(
+        self, item: int, extents: Sequence[Extent], offset: int, memory: memoryview
+    ) -> list[Piece]:
+        """Map ``memory``, which starts ``offset`` bytes into a frame, onto files.
+
+        Raises:
+            KeyError: if a segment file is gone.
+        """
+        made: list[Piece] = []
+        done = 0
+        for start, pages in extents:
+            size = pages * PAGE
+            if offset >= size:
+                offset -= size
+                continue
+            for part in self.split(Extent(start, pages)):
+                length = part.pages * PAGE
+                if offset >= length:
+                    offset -= length
+                    continue
+                take = min(length - offset, len(memory) - done)
+                if take <= 0:
+                    return made
+                index, page = divmod(part.start, self.segment_pages)
+                target = memory[done : done + take]
+                made.append(Piece(item, self._fds[index], page * PAGE + offset, target))
+                done += take
+                offset = 0
+        return made
+
+    def written(self, extents: Iterable[Extent]) -> None:
+        """Note that these pages changed, for :meth:`sync`."""
+        changed = {part.start // self.segment_pages for e in extents for part in self.split(e)}
+        with self._files_lock:
+            self._dirty |= changed
+
+    def sync(self) -> None:
+        """Make everything written so far survive a crash of the machine.
+
+        Raises:
+            OSError: if the medium refuses; what reached it is then unknown.
+        """
+        with self._files_lock:
+            for index in sorted(self._dirty & self._fds.keys()):
+                os.fdatasync(self._fds[index])
+            self._dirty.clear()
+            if self._new_names:
+                os.fsync(self._root)
+                self._new_names = False
+
+    def back(self, extent: Extent) -> None:
+        """Allocate and write blocks for pages of one segment.
+
+        Raises:
+            OSError: if there is no room; nothing is left allocated then.
+        """
+        index, page = divmod(extent.start, self.segment_pages)
+        fd = self._fds.get(index)
+        if fd is None:
+            name = _name(index)
+            fd = os.open(name, self._flags | os.O_CREAT, 0o600, dir_fd=self._root)
+            with self._files_lock:
+                self._fds[index] = fd
+                self._new_names = True
+        offset, length = page * PAGE, extent.pages * PAGE
+        try:
+            os.posix_fallocate(fd, offset, length)
+            while length:
+                window = self._zeros[: min(length, _ZEROS)]
+                done = os.pwritev(fd, [window], offset) // PAGE * PAGE
+                if done <= 0:
+                    raise OSError(errno.EIO, "the file accepts no more bytes")
+                offset += done
+                length -= done
+        except OSError:
+            with contextlib.suppress(OSError):
+                _punch(fd, page * PAGE, extent.pages * PAGE)
+            raise
+        with self._files_lock:
+            self._dirty.add(index)
+
+    def punch(self, extent: Extent) -> None:
+        """Give the blocks of pages of one segment back to the file system.
+
+        Raises:
+            OSError: if the file system cannot; the pages are as before then.
+        """
+        index, page = divmod(extent.start, self.segment_pages)
+        fd = self._fds[index]
+        try:
+            _punch(fd, page * PAGE, extent.pages * PAGE)
+        except OSError as error:
+            at_end = (page + extent.pages) * PAGE >= os.fstat(fd).st_size
+            if error.errno != errno.EOPNOTSUPP or not at_end:
+                raise
+            os.ftruncate(fd, page * PAGE)
+
+    def remove(self, index: int) -> None:
+        """Remove a segment file that holds no page any more; one that is not there is fine."""
+        with self._files_lock:
+            fd = self._fds.pop(index, None)
+            if fd is None:
+                return
+            self._dirty.discard(index)
+            os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_name(index), dir_fd=self._root)
+
+    def split(self, extent: Extent) -> Iterator[Extent]:
+        """Cut an extent at the borders of segments."""
+        start, pages = extent
+        while pages:
+            size = min(pages, self.segment_pages - start % self.segment_pages)
+            yield Extent(start, size)
+            start += size
+            pages -= size
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
+def _name(index: int) -> str:
+    return f"segment-{index:05d}"
+
+
+def _load_fallocate() -> ctypes._NamedFuncPointer:
+    libc = ctypes.CDLL(None, use_errno=True)
+    function = getattr(libc, "fallocate64", None) or libc.fallocate
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return function
+
+
+_fallocate = _load_fallocate()
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"punching a hole: {os.strerror(code)}")

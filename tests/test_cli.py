@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+import tierkv
+from tierkv import cli
+from tierkv.cli import LazyCommand, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOML = """
+threads = 2
+[[tiers]]
+kind = "host"
+capacity = "1GiB"
+options = { password = "hunter2", segment = 3 }
+[tenants.acme.quota]
+host = "1MiB"
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "tierkv.toml"
+    path.write_text(TOML)
+    return path
+
+
+def _run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tierkv", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def test_f078_config_show_gives_each_value_and_its_source(
+    toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERKV_TENANTS__ACME__SESSION_QUOTA", "1024")
+
+    assert main(["config", "show", "--sources", str(toml)]) == 0
+
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert f"threads = 2  # {toml}" in lines
+    assert f"tiers[0].capacity = {2**30}  # {toml}" in lines
+    assert f"tenants.acme.quota.host = {2**20}  # {toml}" in lines
+    assert "tenants.acme.session_quota = 1024  # TIERKV_TENANTS__ACME__SESSION_QUOTA" in lines
+    assert 'policy = "lrfu"  # default' in lines
+    assert "1 GiB together, for each process" in err  # F082: whose bytes they are
+
+
+def test_config_show_as_json_is_read_back_equal(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show", "--json", "--sources", str(toml)]) == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["schema_version"] == 1
+    assert shown["sources"]["threads"] == str(toml)
+    shown["config"]["tiers"][0]["options"]["password"] = "hunter2"
+    assert tierkv.load_config(shown["config"]).config == tierkv.load_config(toml).config
+
+
+def test_config_show_prints_no_secret(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--json"]):
+        assert main(["config", "show", *flags, str(toml)]) == 0
+        out = capsys.readouterr().out
+        assert "hunter2" not in out
+        assert "***" in out
+
+
+def test_a_wrong_configuration_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("thread = 3\n")
+
+    assert main(["config", "show", str(path)]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "did you mean 'threads'" in err
+    assert main(["config", "show", "--frob"]) == 2
+    assert main(["frobnicate"]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{tierkv.__version__}\n"
+    assert main(["version", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["schema_version"] == 1
+    assert facts["tierkv"] == tierkv.__version__
+    assert {"host", "nvme"} <= set(facts["plugins"]["backends"])
+    assert main(["version"]) == 0
+    assert "backends" in capsys.readouterr().out
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, function: Callable[..., None] | None) -> None:
+    target = "tierkv_no_such_module:x" if function is None else "tests_fake_command:run"
+    if function is not None:
+        module = type(sys)("tests_fake_command")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "tests_fake_command", module)
+    fresh = typer.Typer(add_completion=False, rich_markup_mode=None)
+    fresh.callback()(lambda: None)
+    monkeypatch.setattr(cli, "app", fresh)
+    cli._register(LazyCommand("fake", target, "A fake command.", "install the fake"))
+
+
+def test_a_later_command_gets_its_own_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(name: str, count: int = 1) -> None:
+        """Say it."""
+        print(name * count)
+
+    _command(monkeypatch, run)
+
+    assert main(["fake", "ab", "--count", "2"]) == 0
+    assert capsys.readouterr().out == "abab\n"
+    assert main(["fake", "--help"]) == 0
+    assert "--count" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "A fake command." in capsys.readouterr().out
+    assert main(["fake", "--nope"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (tierkv.errors.BackendError("nvme", "broken"), 1),
+        (tierkv.errors.ConfigError("wrong"), 2),
+        (KeyboardInterrupt(), 130),
+        (typer.Exit(7), 7),
+    ],
+)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def run() -> None:
+        raise error
+
+    _command(monkeypatch, run)
+
+    assert main(["fake"]) == code
+
+
+def test_a_missing_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _command(monkeypatch, None)
+
+    assert main(["fake"]) == 1
+    assert "install the fake" in capsys.readouterr().err
+
+
+def test_every_row_of_the_table_is_in_the_help() -> None:
+    result = _run("--help")
+
+    assert result.returncode == 0
+    for row in cli.COMMANDS:
+        assert row.name in result.stdout
+        assert row.help in " ".join(result.stdout.split())
+    assert "\x1b" not in result.stdout
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_a_plug_in() -> None:
+    code = (
+        "import sys; from tierkv.cli import main; main(['--help']); "
+        "heavy = {'torch', 'transformers', 'pydantic', 'tierkv_backends', 'tierkv_codecs', "
+        "'tierkv_adapters'} & set(sys.modules); sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+    used = []
+    for _ in range(3):  # CPU time, best of three: the machine may be busy
+        before = os.times()
+        assert _run("--help").returncode == 0
+        after = os.times()
+        used.append(after.children_user + after.children_system)
+        used[-1] -= before.children_user + before.children_system
+    assert min(used) < 0.3, used
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "tierkv", "version"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_no_color_is_kept() -> None:
+    assert "\x1b" not in _run("config", "--help", NO_COLOR="1", FORCE_COLOR="1").stdout

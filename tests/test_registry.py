@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+
+from tierkv import abc, registry
+from tierkv.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BUILT_IN = [
+    ("backends", "host", abc.Backend),
+    ("backends", "nvme", abc.Backend),
+    ("codecs", "int8", abc.TensorBytesCodec),
+    ("codecs", "lz4", abc.BytesCodec),
+    ("codecs", "raw", abc.TensorBytesCodec),
+    ("codecs", "zstd", abc.BytesCodec),
+    ("policies", "lrfu", abc.Policy),
+    ("policies", "lru", abc.Policy),
+]
+
+MODULE = """
+from tierkv.abc import Policy
+
+
+class Newest(Policy):
+    name = "newest"
+
+
+NOT_A_PLUGIN = 3
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Install a distribution of one module by hand, as a third party's wheel would."""
+    modules: list[str] = []
+
+    def place(name: str, source: str, entry_points: str) -> None:
+        site = tmp_path / name
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{name}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        monkeypatch.syspath_prepend(str(site))
+        modules.append(name)
+        registry.refresh()
+
+    yield place
+    monkeypatch.undo()
+    for name in modules:
+        sys.modules.pop(name, None)
+    registry.refresh()
+
+
+@pytest.mark.parametrize(("kind", "name", "base"), BUILT_IN)
+def test_every_built_in_name_loads(kind: registry.Kind, name: str, base: type) -> None:
+    found = registry.resolve(kind, name)
+
+    assert issubclass(found, base)
+    assert name in registry.names(kind)
+
+
+def test_this_list_of_built_in_names_is_complete() -> None:
+    listed = {(kind, name) for kind, name, _ in BUILT_IN} | {("adapters", "hf")}
+
+    assert listed == {
+        (kind, name) for kind in get_args(registry.Kind) for name in registry.names(kind)
+    }
+
+
+def test_an_installed_package_adds_a_name(install: object) -> None:
+    place = install
+    assert callable(place)
+    place("fakeplug", MODULE, "[tierkv.policies]\nnewest = fakeplug:Newest\n")
+
+    found = registry.resolve("policies", "newest")
+
+    assert found.__module__ == "fakeplug"
+    assert registry.names("policies") == ["lrfu", "lru", "newest"]
+
+
+def test_nothing_is_imported_before_it_is_asked_for(install: object) -> None:
+    assert callable(install)
+    install("fakeplug", "raise RuntimeError('no driver')", "[tierkv.policies]\nbad = fakeplug:X\n")
+
+    assert "bad" in registry.names("policies")
+    assert "fakeplug" not in sys.modules
+
+
+def test_two_owners_of_one_name_are_an_error(install: object) -> None:
+    assert callable(install)
+    install("fakeplug", MODULE, "[tierkv.policies]\nlru = fakeplug:Newest\nx = fakeplug:Newest\n")
+    install("rival", MODULE, "[tierkv.policies]\nx = rival:Newest\n")
+
+    with pytest.raises(ConfigError, match=r"'lru' is registered 2 times.*fakeplug:Newest"):
+        registry.resolve("policies", "lru")
+    with pytest.raises(ConfigError, match="'x' is registered 2 times"):
+        registry.resolve("policies", "x")
+
+
+@pytest.mark.parametrize("kind_of_error", ["ImportError", "OSError", "RuntimeError"])
+def test_f085_a_failing_import_is_an_error_with_a_hint(install: object, kind_of_error: str) -> None:
+    assert callable(install)
+    install(
+        "fakeplug",
+        f"raise {kind_of_error}('libfoo.so: cannot open shared object file')",
+        "[tierkv.backends]\nfoo = fakeplug:Foo\n",
+    )
+
+    with pytest.raises(MissingDependencyError, match=r"'foo'.*libfoo\.so.*fakeplug"):
+        registry.resolve("backends", "foo")
+
+
+def test_a_module_without_the_attribute_is_named(install: object) -> None:
+    assert callable(install)
+    install("fakeplug", MODULE, "[tierkv.policies]\nfoo = fakeplug:Missing\n")
+
+    with pytest.raises(ConfigError, match="fakeplug has no attribute 'Missing'"):
+        registry.resolve("policies", "foo")
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"), [("policies", "NOT_A_PLUGIN"), ("backends", "Newest")]
+)
+def test_what_is_not_a_plugin_is_refused(
+    install: object, kind: registry.Kind, attribute: str
+) -> None:
+    assert callable(install)
+    install("fakeplug", MODULE, f"[tierkv.{kind}]\nfoo = fakeplug:{attribute}\n")
+
+    with pytest.raises(ConfigError, match=r"is not a subclass of tierkv\.abc\."):
+        registry.resolve(kind, "foo")
+
+
+def test_a_typing_mistake_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'zstd'"):
+        registry.resolve("codecs", "ztsd")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("backends", "device"), ("policies", "lfu")])
+def test_f079_a_planned_name_is_refused_as_not_available(kind: registry.Kind, name: str) -> None:
+    with pytest.raises(ConfigError, match="not available in this version"):
+        registry.resolve(kind, name)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such kind"):
+        registry.resolve("backend", "host")  # type: ignore[arg-type]

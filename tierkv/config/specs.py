@@ -1,0 +1,319 @@
+"""Frozen specs: what an engine is made of. Checked and normalised when they are made."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierkv.errors import ConfigError
+from tierkv.units import parse_bytes, parse_duration
+
+__all__ = ["CompressionPolicy", "EngineConfig", "Hybrid", "Policy", "Tier", "did_you_mean"]
+
+_TENANT_KEYS = ("quota", "reserved", "session_quota")
+
+
+def did_you_mean(wrong: str, known: Sequence[str]) -> str:
+    """End of an error message: the closest known name, or all of them."""
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _typed(spec: object, what: str, **kinds: type | tuple[type, ...]) -> None:
+    # bool is an int to Python, and "4" is a number to nobody: both are mistakes worth naming
+    for name, kind in kinds.items():
+        value = getattr(spec, name)
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in allowed)
+            raise ConfigError(f"{what}: {name} must be {wanted}, not {value!r}", setting=name)
+
+
+def _set(spec: object, name: str, value: object) -> None:
+    object.__setattr__(spec, name, value)  # the specs are frozen for everyone else
+
+
+_NONE = type(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One tier, fastest first in the list of an engine.
+
+    Attributes:
+        kind: Name of a backend: ``"host"``, ``"nvme"``, ...
+        capacity: Bytes, or text such as ``"8GiB"``; for this process.
+        path: Directory of a tier on disk; ``{worker}`` is replaced by ``$TIERKV_WORKER`` or ``0``.
+        name: Name in stats and metrics; the kind by default.
+        codec: Codec chain of the frames kept here, e.g. ``"raw"``, ``"zstd"``, ``"int8+zstd"``;
+            None takes the engine's ``compression``.
+        policy: Eviction policy of this tier; None takes the engine's.
+        device: Device of a device tier, e.g. ``"cuda:0"``.
+        write_through: Whether new blocks are copied here at once (tiers after the first).
+        high: Used share above which the engine makes room in the background.
+        low: Used share down to which it does.
+        options: Further settings of the backend; unknown ones are refused by it.
+    """
+
+    kind: str
+    capacity: int | str
+    path: str | None = None
+    name: str = ""
+    codec: str | None = None
+    policy: str | None = None
+    device: str | None = None
+    write_through: bool = True
+    high: float = 0.95
+    low: float = 0.85
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _typed(self, "tier", kind=str, name=str)
+        if not self.kind:
+            raise ConfigError("a tier needs a kind, e.g. 'host' or 'nvme'")
+        _set(self, "name", self.name or self.kind)
+        what = f"tier {self.name!r}"
+        if isinstance(self.path, os.PathLike):
+            _set(self, "path", os.fspath(self.path))
+        optional = (str, _NONE)
+        _typed(self, what, path=optional, codec=optional, policy=optional, device=optional)
+        _typed(self, what, write_through=bool, high=(int, float), low=(int, float), options=Mapping)
+        if self.codec == "" or self.policy == "":
+            raise ConfigError(f"{what}: codec and policy are names, or left out; not empty")
+        _set(self, "options", copy.deepcopy(dict(self.options)))
+        _set(self, "capacity", _size(self.capacity, f"{what}: capacity"))
+        if not self.capacity:
+            raise ConfigError(f"{what}: capacity must be positive, not {self.capacity!r}")
+        if not 0 < self.low <= self.high <= 1:
+            raise ConfigError(f"{what}: need 0 < low <= high <= 1, not {self.low}, {self.high}")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Capacity in bytes."""
+        return int(self.capacity)
+
+    @property
+    def root(self) -> str | None:
+        """Directory of this process: ``path`` with ``{worker}`` filled in and ``~`` expanded."""
+        if self.path is None:
+            return None
+        worker = os.environ.get("TIERKV_WORKER", "0")
+        if not worker.isalnum():
+            raise ConfigError(f"TIERKV_WORKER must be letters and digits, not {worker!r}")
+        return os.path.expanduser(self.path.replace("{worker}", worker))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An eviction policy by name.
+
+    Attributes:
+        name: Name of a policy: ``"lru"``, ``"lrfu"``, ...
+        tier: Tier it is for; None means every tier.
+        unit: What is evicted at once: ``"part"`` or ``"session"``.
+        action: ``"evict"`` or ``"demote"``.
+        to: Tier that demoted parts go to.
+    """
+
+    name: str
+    tier: str | None = None
+    unit: str = "part"
+    action: str = "evict"
+    to: str | None = None
+
+    def __post_init__(self) -> None:
+        _typed(self, "policy", name=str, tier=(str, _NONE), unit=str, action=str, to=(str, _NONE))
+        if self.unit not in ("part", "session"):
+            raise ConfigError(f"policy {self.name!r}: unit must be 'part' or 'session'")
+        if self.action not in ("evict", "demote"):
+            raise ConfigError(f"policy {self.name!r}: action must be 'evict' or 'demote'")
+        if (self.to is not None) != (self.action == "demote"):
+            raise ConfigError(f"policy {self.name!r}: 'to' belongs to action='demote', and only it")
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """An ordered list of policies: the first whose tier matches is used. See :class:`Policy`."""
+
+    rules: Sequence[Policy]
+
+    def __post_init__(self) -> None:
+        _set(self, "rules", tuple(self.rules))
+        if not self.rules or not all(isinstance(rule, Policy) for rule in self.rules):
+            raise ConfigError("a Hybrid needs one tierkv.Policy or more, e.g. Policy('lru')")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPolicy:
+    """Which codec chain is used, and when.
+
+    Attributes:
+        chain: Codec chain, e.g. ``"int8"``.
+        after_steps: Tokens that follow a block before it is compressed; 0 = at once.
+    """
+
+    chain: str
+    after_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _typed(self, "compression", chain=str, after_steps=int)
+        if not self.chain or self.after_steps < 0:
+            raise ConfigError("compression needs a chain such as 'int8', and after_steps >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to know; see README for the table of settings.
+
+    Attributes:
+        tiers: Fastest first.
+        policy: Eviction policy of the tiers that name none.
+        compression: Codec chain of the tiers that name none; None stores raw bytes.
+        block_tokens: Tokens per block, where the space is built by an adapter.
+        tenants: Per tenant limits: ``{"acme": {"quota": {"host": "1GiB"}, "reserved": {...},
+            "session_quota": "256MiB"}}``; sizes are bytes once the spec is made.
+        staging: Bytes of engine-owned staging memory.
+        write_queue: Bytes that may wait for a slower tier; beyond it the tail is not written.
+        threads: Worker threads for I/O and copies.
+        close_timeout: Seconds that ``aclose`` may wait for writes under way.
+        busy: ``"wait"`` or ``"refuse"``: a second turn on a session that has one running.
+        verify_host: Whether checksums are verified on every load from memory tiers.
+        history: Parts whose eviction reason is remembered for ``explain``.
+        tick: Seconds between background checks (TTL, watermarks).
+        metrics: Whether a Prometheus registry is kept.
+        metrics_port: Loopback port to serve ``/metrics`` on; None opens no port; 0 picks one.
+        decision_log: File to which the decision log is written, or None.
+        name: Name of the engine in its repr, threads and logs.
+    """
+
+    tiers: Sequence[Tier]
+    policy: str | Policy | Hybrid = "lrfu"
+    compression: str | CompressionPolicy | None = None
+    block_tokens: int = 64
+    tenants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    staging: int | str = "256MiB"
+    write_queue: int | str = "1GiB"
+    threads: int = 4
+    close_timeout: float | str = 10.0
+    busy: str = "wait"
+    verify_host: bool = True
+    history: int = 65536
+    tick: float | str = 0.25
+    metrics: bool = True
+    metrics_port: int | None = None
+    decision_log: str | None = None
+    name: str = "tierkv"
+
+    def __post_init__(self) -> None:
+        what = "configuration"
+        if isinstance(self.decision_log, os.PathLike):
+            _set(self, "decision_log", os.fspath(self.decision_log))
+        _typed(self, what, policy=(str, Policy, Hybrid), name=str, busy=str, tenants=Mapping)
+        _typed(self, what, compression=(str, CompressionPolicy, _NONE), decision_log=(str, _NONE))
+        _typed(self, what, block_tokens=int, threads=int, history=int, verify_host=bool)
+        _typed(self, what, metrics=bool, metrics_port=(int, _NONE))
+        _set(self, "tiers", _tiers(self.tiers))
+        for key in ("staging", "write_queue"):
+            _set(self, key, _size(getattr(self, key), key))
+        for key in ("close_timeout", "tick"):
+            _set(self, key, _seconds(getattr(self, key), key))
+        if self.busy not in ("wait", "refuse"):
+            raise ConfigError(f"busy must be 'wait' or 'refuse', not {self.busy!r}", setting="busy")
+        for key in ("block_tokens", "threads", "staging", "tick"):
+            if getattr(self, key) <= 0:
+                value = getattr(self, key)
+                raise ConfigError(f"{key} must be positive, not {value!r}", setting=key)
+        if self.history < 0:
+            raise ConfigError(f"history must not be negative: {self.history}", setting="history")
+        _check_port(self.metrics_port, self.metrics)
+        _set(self, "tenants", _tenants(self.tenants, self.tiers))
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """Return a copy with some settings changed, checked again.
+
+        Raises:
+            ConfigError: if a setting is unknown or does not fit.
+        """
+        known = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, known)}")
+        return dataclasses.replace(self, **changes)
+
+
+def _check_port(port: int | None, metrics: bool) -> None:
+    problem = None
+    if port is not None and not 0 <= port <= 65535:
+        problem = f"metrics_port must be from 0 to 65535, not {port}"
+    elif port is not None and not metrics:
+        problem = "metrics_port needs metrics = true: there is nothing to serve"
+    if problem:
+        raise ConfigError(problem, setting="metrics_port")
+
+
+def _size(value: int | str, where: str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", setting=where) from None
+
+
+def _seconds(value: float | str, where: str) -> float:
+    try:
+        return parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", setting=where) from None
+
+
+def _tiers(value: Sequence[Tier]) -> tuple[Tier, ...]:
+    if isinstance(value, Tier | str) or not all(isinstance(tier, Tier) for tier in value):
+        raise ConfigError("tiers must be a list of tierkv.Tier, e.g. [Tier('host', '1GiB')]")
+    if not value:
+        raise ConfigError("an engine needs at least one tier, e.g. Tier('host', '1GiB')")
+    names = [tier.name for tier in value]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"tier names must be unique: {names}; give one of them another name=")
+    return tuple(value)
+
+
+def _tenants(
+    value: Mapping[str, Mapping[str, Any]], tiers: Sequence[Tier]
+) -> dict[str, dict[str, Any]]:
+    names = [tier.name for tier in tiers]
+    out: dict[str, dict[str, Any]] = {}
+    for tenant, limits in value.items():
+        what = f"tenants.{tenant}"
+        if not isinstance(limits, Mapping):
+            raise ConfigError(f"{what} must be a table of limits, not {limits!r}", setting=what)
+        for key in limits:
+            if key not in _TENANT_KEYS:
+                hint = did_you_mean(key, _TENANT_KEYS)
+                where = f"{what}.{key}"
+                raise ConfigError(f"{what}: unknown limit {key!r}; {hint}", setting=where)
+        mine: dict[str, Any] = {}
+        for key in ("quota", "reserved"):
+            table = limits.get(key, {})
+            where = f"{what}.{key}"
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"{where} must map tiers to sizes, not {table!r}", setting=where)
+            for tier in table:
+                if tier not in names:
+                    hint = did_you_mean(tier, names)
+                    raise ConfigError(f"{where}: no tier {tier!r}; {hint}", setting=where)
+            mine[key] = {t: _size(size, f"{where}.{t}") for t, size in table.items()}
+        if limits.get("session_quota") is not None:
+            mine["session_quota"] = _size(limits["session_quota"], f"{what}.session_quota")
+        out[tenant] = mine
+    for spec in tiers:
+        total = sum(limits["reserved"].get(spec.name, 0) for limits in out.values())
+        if total > spec.capacity_bytes:
+            raise ConfigError(
+                f"tenants: {total} bytes of tier {spec.name!r} are reserved, "
+                f"but it holds {spec.capacity_bytes}"
+            )
+    return out

@@ -1,0 +1,369 @@
+"""Making room: whom to drop, whom to demote, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from heapq import nsmallest
+from typing import TYPE_CHECKING, Final
+
+from tierkv.decisions.index import NO_ROW, ORPHAN
+from tierkv.decisions.types import Demote, Drop, EvictReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.abc import Policy
+    from tierkv.blocks import PartId
+    from tierkv.decisions.placement import Placement
+
+__all__ = ["Evictor", "Room"]
+
+TICK_PARTS: Final = 1024
+"""Parts that one tick handles at most."""
+_LOOK_PAST: Final = 32  # copies that may not be dropped, past which a colder-first search goes
+
+
+class _Fate(Enum):
+    DROP = auto()  # may go at once
+    DEMOTE = auto()  # must be copied to a slower tier first
+    KEEP = auto()  # a copy of it is under way, or children elsewhere need it
+
+
+@dataclass(slots=True)
+class Room:
+    """One attempt to make room in a tier.
+
+    Attributes:
+        tier: Where.
+        target: Free bytes wanted.
+        tenant: Who asks; -1 for the tier itself.
+        reason: Reason given for what is dropped.
+        before: Only parts last used at or before this clock may go; None: any.
+        propose: Whether dirty parts may be proposed for demotion.
+        force: Whether dirty parts may be dropped, and reserved shares ignored.
+        own: Whether only the tenant's own parts may go (its quota is the limit).
+        limit: Most parts to handle.
+        drops: What was dropped.
+        demotes: What was proposed.
+        dirty: Whether room is missing because dirty parts were in the way.
+    """
+
+    tier: int
+    target: int
+    tenant: int = -1
+    reason: EvictReason = EvictReason.CAPACITY
+    before: int | None = None
+    propose: bool = False
+    force: bool = False
+    own: bool = False
+    limit: int = 2**62
+    drops: list[Drop] = field(default_factory=list)
+    demotes: list[Demote] = field(default_factory=list)
+    dirty: bool = False
+
+
+class Evictor:
+    """Decides what leaves a tier."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self, placement: Placement) -> None:
+        self._at = placement
+
+    # ------------------------------------------------------------------ the search
+
+    def missing(self, room: Room) -> int:
+        """Bytes still missing."""
+        ledger = self._at.ledger
+        if room.own:
+            quota = ledger.quota(room.tenant, room.tier) or 0
+            free = quota - ledger.usage(room.tenant, room.tier)
+        else:
+            free = ledger.room(room.tier)
+        return room.target - free - sum(d.nbytes for d in room.demotes)
+
+    def make(self, room: Room, now: float) -> bool:
+        """Drop (and propose) the coldest parts until ``room.target`` bytes are free.
+
+        Returns:
+            Whether the room is there (proposed demotions count as done).
+        """
+        passed: list[tuple[Policy, int]] = []
+        missing = self.missing(room)
+        while missing > 0 and room.limit > 0:
+            found = self._coldest(room)
+            if found is None:
+                break
+            policy, row = found
+            if room.before is not None and self._at.index.touched[row] > room.before:
+                break
+            fate, target = self._fate(row, room, now)
+            if fate is _Fate.DROP:
+                missing -= self._drop(row, room, now)
+            elif fate is _Fate.DEMOTE and room.propose:
+                missing -= self._propose(row, target, room)
+            else:
+                room.dirty = room.dirty or fate is _Fate.DEMOTE
+                policy.hold(row)
+                passed.append((policy, row))
+                if len(passed) >= _LOOK_PAST:
+                    break
+        if missing > 0 and room.before is None and not room.dirty and room.limit > 0:
+            missing = self._unblock(room, missing, now)
+        for policy, row in passed:
+            # dropping others may have changed or even removed it
+            if self._at.index.free[row] >> room.tier & 1:
+                policy.release(row)
+        return missing <= 0
+
+    def _coldest(self, room: Room) -> tuple[Policy, int] | None:
+        at, tier = self._at, room.tier
+        best: tuple[Policy, int] | None = None
+        lowest = 0.0
+        for owner, policy in at.partitions[tier]:
+            if room.own and owner != room.tenant:
+                continue
+            row = policy.victim()
+            if row is None:
+                continue
+            if owner >= 0 and owner != room.tenant and not room.force:
+                left = at.ledger.usage(owner, tier) - at.index.charge[tier][row]
+                if left < at.ledger.protected(owner, tier):
+                    continue
+            rank = policy.rank(row)
+            if best is None or rank < lowest:
+                best, lowest = (policy, row), rank
+        return best
+
+    def _fate(self, row: int, room: Room, now: float) -> tuple[_Fate, int]:
+        index, tier = self._at.index, room.tier
+        if index.flags[row] & ORPHAN or index.expiry[row] <= now or room.force:
+            return _Fate.DROP, tier
+        mask, lossless = index.resident[row], index.lossless[row]
+        slower = mask >> (tier + 1)
+        if slower and (not lossless >> tier & 1 or lossless >> (tier + 1)):
+            return _Fate.DROP, tier
+        nbytes = index.charge[tier][row]
+        for target in range(tier + 1, len(self._at.tiers)):
+            if index.pending[row] >> target & 1:
+                return _Fate.KEEP, tier  # it is on its way
+            if not mask >> target & 1 and nbytes <= self._at.ledger.capacity[target]:
+                return _Fate.DEMOTE, target
+        if mask == 1 << tier and any(
+            index.resident[child] | index.pending[child] for child in index.kids(row)
+        ):
+            return _Fate.KEEP, tier
+        return _Fate.DROP, tier
+
+    def _drop(self, row: int, room: Room, now: float) -> int:
+        index = self._at.index
+        nbytes = index.charge[room.tier][row]
+        reason = room.reason
+        if index.expiry[row] <= now:
+            reason = EvictReason.EXPIRED
+        elif index.flags[row] & ORPHAN:
+            reason = EvictReason.ORPHANED
+        drop = self._at.drop(row, room.tier, reason, now)
+        if drop is None:
+            raise AssertionError(f"row {row} was offered as a victim while it is leased")
+        room.drops.append(drop)
+        room.limit -= 1
+        return nbytes
+
+    def _propose(self, row: int, target: int, room: Room) -> int:
+        at, index = self._at, self._at.index
+        nbytes = index.charge[room.tier][row]
+        at.hold(row)
+        at.set_leaving(row, room.tier, leaving=True)
+        room.demotes.append(
+            Demote(index.name(row), room.tier, target, index.generation[row], nbytes)
+        )
+        room.limit -= 1
+        return nbytes
+
+    def _unblock(self, room: Room, missing: int, now: float) -> int:
+        """Let parts go that only children in other tiers keep: the children go with them."""
+        at = self._at
+        if room.tier != len(at.tiers) - 1:
+            return missing
+        touched = at.index.touched
+        for row in nsmallest(_LOOK_PAST, at.blocked, key=lambda r: (touched[r], r)):
+            if missing <= 0:
+                break
+            owner = at.index.tenant[row]
+            left = at.ledger.usage(owner, room.tier) - at.index.charge[room.tier][row]
+            if owner != room.tenant and (room.own or left < at.ledger.protected(owner, room.tier)):
+                continue
+            for descendant in self._idle_descendants(row):
+                for tier in at.tiers:
+                    if at.index.resident[descendant] >> tier & 1:
+                        drop = at.drop(descendant, tier, EvictReason.ORPHANED, now)
+                        if drop is not None:
+                            room.drops.append(drop)
+            if at.index.free[row] >> room.tier & 1:
+                missing -= self._drop(row, room, now)
+        return missing
+
+    def _idle_descendants(self, row: int) -> list[int]:
+        """All descendants that have a copy, leaves first; none at all if one is in use."""
+        at, index = self._at, self._at.index
+        order: list[int] = []
+        stack = list(index.kids(row))
+        while stack:
+            node = stack.pop()
+            if node in at.busy or index.pending[node]:
+                return []
+            order.append(node)
+            stack.extend(index.kids(node))
+        order.reverse()
+        return order
+
+    # ------------------------------------------------------------------ demotions
+
+    def end_demotion(self, row: int, tier: int) -> bool:
+        """End a proposal; False if there is none."""
+        at = self._at
+        if not at.leaving.get(row, 0) >> tier & 1:
+            return False
+        at.set_leaving(row, tier, leaving=False)
+        at.unhold(row)
+        return True
+
+    def cancel(self, demotes: Sequence[Demote]) -> None:
+        """Take proposals back: the parts may be evicted again."""
+        index = self._at.index
+        for demote in demotes:
+            row = index.rows.get(demote.part, NO_ROW)
+            if row >= 0 and index.generation[row] == demote.generation:
+                self.end_demotion(row, demote.source)
+
+    def dropped(
+        self, parts: Sequence[tuple[PartId, int]], tier: int, reason: EvictReason, now: float
+    ) -> list[Drop]:
+        """Forget copies that nobody uses; what is leased or needed stays."""
+        at, index = self._at, self._at.index
+        drops: list[Drop] = []
+        for part, generation in parts:
+            row = index.rows.get(part, NO_ROW)
+            if row < 0 or index.generation[row] != generation:
+                continue
+            self.end_demotion(row, tier)
+            mask = index.resident[row]
+            if not mask >> tier & 1 or row in at.busy:
+                continue
+            if mask == 1 << tier and any(
+                index.resident[child] | index.pending[child] for child in index.kids(row)
+            ):
+                continue
+            drop = at.drop(row, tier, reason, now)
+            if drop is not None:
+                drops.append(drop)
+        return drops
+
+    # ------------------------------------------------------------------ room on request
+
+    def make_room(
+        self, tier: int, nbytes: int, tenant: int, now: float
+    ) -> tuple[tuple[Drop, ...], tuple[Demote, ...]]:
+        """See :meth:`Decisions.make_room`: the tenant's quota first, then the tier."""
+        ledger = self._at.ledger
+        drops = self._at.collect()
+        demotes: list[Demote] = []
+        quota = ledger.quota(tenant, tier)
+        if quota is not None:
+            target = min(nbytes, quota)
+            own = Room(tier, target, tenant, EvictReason.QUOTA, propose=True, own=True)
+            self.make(own, now)
+            drops += own.drops
+            demotes += own.demotes
+        target = min(nbytes, ledger.capacity[tier])
+        room = Room(tier, target, tenant, propose=True, demotes=demotes)
+        self.make(room, now)
+        return (*drops, *room.drops), tuple(demotes)
+
+    def resize(
+        self, tier: int, capacity: int, now: float
+    ) -> tuple[tuple[Drop, ...], tuple[Demote, ...]]:
+        """See :meth:`Decisions.set_capacity`."""
+        self._at.ledger.capacity[tier] = capacity
+        drops = self._at.collect()
+        room = Room(tier, 0, reason=EvictReason.SHRUNK, propose=True)
+        self.make(room, now)
+        return (*drops, *room.drops), tuple(room.demotes)
+
+    # ------------------------------------------------------------------ faults and owners
+
+    def invalidate(
+        self, part: PartId, tier: int, generation: int, reason: EvictReason, now: float
+    ) -> list[Drop]:
+        """See :meth:`Decisions.invalidate`."""
+        index = self._at.index
+        drops = self._at.collect()
+        row = index.rows.get(part, NO_ROW)
+        if row >= 0 and index.resident[row] >> tier & 1 and index.generation[row] == generation:
+            drop = self._at.drop(row, tier, reason, now)
+            drops += [drop] if drop is not None else []
+        return drops
+
+    def forget(self, parts: Sequence[PartId], reason: EvictReason, now: float) -> list[Drop]:
+        """See :meth:`Decisions.forget`."""
+        at, index = self._at, self._at.index
+        drops = at.collect()
+        for part in parts:
+            for tier in at.tiers:
+                row = index.rows.get(part, NO_ROW)
+                if row >= 0 and index.resident[row] >> tier & 1:
+                    drop = at.drop(row, tier, reason, now)
+                    drops += [drop] if drop is not None else []
+        return drops
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self, now: float) -> tuple[tuple[Drop, ...], tuple[Demote, ...]]:
+        """See :meth:`Decisions.tick`."""
+        drops = self._at.collect()
+        expired = self.expire(now, TICK_PARTS)
+        self._at.spread(TICK_PARTS)
+        more, demotes = self.watermarks(now, TICK_PARTS - len(expired))
+        return (*drops, *expired, *more), tuple(demotes)
+
+    def expire(self, now: float, limit: int) -> list[Drop]:
+        """Drop parts whose time is over; those in use wait for their leases."""
+        at, index = self._at, self._at.index
+        drops: list[Drop] = []
+        for row in at.calendar.due(now, limit):
+            mask, expiry = index.resident[row], index.expiry[row]
+            if not mask and not index.pending[row]:
+                continue
+            if expiry > now:
+                if expiry != float("inf"):
+                    at.calendar.add(row, expiry)
+                continue
+            if row in at.busy or index.pending[row]:
+                at.calendar.add(row, now + 0.25)
+                continue
+            for tier in at.tiers:
+                if mask >> tier & 1:
+                    drop = at.drop(row, tier, EvictReason.EXPIRED, now)
+                    if drop is not None:
+                        drops.append(drop)
+        return drops
+
+    def watermarks(self, now: float, limit: int) -> tuple[list[Drop], list[Demote]]:
+        """Bring tiers above their high mark down to the low one."""
+        at, ledger = self._at, self._at.ledger
+        drops: list[Drop] = []
+        demotes: list[Demote] = []
+        for tier, limits in enumerate(ledger.tiers):
+            capacity = ledger.capacity[tier]
+            busy = ledger.used[tier] + ledger.reserved[tier] - ledger.leaving[tier]
+            if limit <= 0 or busy <= limits.high * capacity:
+                continue
+            target = capacity - int(limits.low * capacity) - ledger.leaving[tier]
+            room = Room(tier, target, propose=True, limit=limit)
+            self.make(room, now)
+            limit = room.limit
+            drops += room.drops
+            demotes += room.demotes
+        return drops, demotes

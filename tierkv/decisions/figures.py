@@ -1,0 +1,99 @@
+"""Reading a decision object: figures, states, and the check of every internal invariant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.decisions.checking import check
+from tierkv.decisions.index import EXACT, NO_ROW
+from tierkv.decisions.types import MissReason, PartState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tierkv.blocks import PartId
+    from tierkv.decisions.matching import Matcher
+    from tierkv.decisions.placement import Placement
+    from tierkv.decisions.storing import Storer
+
+__all__ = ["Figures"]
+
+
+class Figures:
+    """The reading half of :class:`~tierkv.decisions.core.Decisions`; nothing here is logged."""
+
+    _at: Placement
+    _matcher: Matcher
+    _storer: Storer
+
+    def used(self, tier: int) -> int:
+        """Bytes of resident copies in a tier, with those whose drop waits for a lease."""
+        return self._at.ledger.used[tier]
+
+    def reserved(self, tier: int) -> int:
+        """Bytes set aside in a tier for copies being written."""
+        return self._at.ledger.reserved[tier]
+
+    def capacity(self, tier: int) -> int:
+        """Bytes that a tier may use."""
+        return self._at.ledger.capacity[tier]
+
+    def entries(self, tier: int) -> int:
+        """Resident copies in a tier."""
+        return self._at.ledger.entries[tier]
+
+    def leases(self) -> int:
+        """Leases that have not been released; 0 at rest."""
+        return self._matcher.leases()
+
+    def tenant_bytes(self, tenant: str, tier: int) -> int:
+        """Bytes that a tenant uses in a tier, those being written included."""
+        number = self._at.ledger.tenants.get(tenant)
+        return 0 if number is None else self._at.ledger.usage(number, tier)
+
+    def session_bytes(self, parts: Iterable[PartId]) -> int:
+        """Bytes of a session's parts over all tiers, each part counted once a tier."""
+        index = self._at.index
+        rows = {index.rows.get(part, NO_ROW) for part in parts} - {NO_ROW}
+        return sum(charge[row] for row in rows for charge in index.charge)
+
+    def parts(self, tier: int) -> Iterator[tuple[PartId, int, int]]:
+        """Each resident copy of a tier: part, generation, bytes. Slow; for tests and people."""
+        index = self._at.index
+        for part, row in index.rows.items():
+            if index.resident[row] >> tier & 1:
+                yield part, index.generation[row], index.charge[tier][row]
+
+    def state(self, part: PartId, now: float) -> PartState:
+        """Where a part is, or why it is nowhere. Renews nothing."""
+        at, index = self._at, self._at.index
+        row = index.rows.get(part, NO_ROW)
+        resident = pending = 0
+        leases, exact = 0, True
+        if row >= 0:
+            leases = at.busy.get(row, 0) - at.holds.get(row, 0)
+            pending = index.pending[row]
+            if index.resident[row] and index.expiry[row] > now:
+                resident = index.resident[row]
+                exact = bool(index.flags[row] & EXACT)
+        tiers = tuple(t for t in at.tiers if resident >> t & 1)
+        writing = tuple(t for t in at.tiers if pending >> t & 1)
+        if tiers:
+            lossless = tuple(bool(index.lossless[row] >> t & 1) for t in tiers)
+            return PartState(tiers, writing, leases, index.generation[row], exact, lossless)
+        reason = self._matcher.why(part, lossy=True, now=now)
+        gone = at.history.get(part)
+        if gone is None or gone.reason is not reason:
+            ago = None
+            if reason is MissReason.EXPIRED and row >= 0:
+                ago = now - index.expiry[row]
+            return PartState((), writing, leases, reason=reason, ago=ago)
+        return PartState((), writing, leases, reason=reason, tier=gone.tier, ago=now - gone.time)
+
+    def check(self) -> None:
+        """Check every internal invariant, in O(parts).
+
+        Raises:
+            AssertionError: if one is broken; the message says which.
+        """
+        check(self._at, self._matcher, self._storer)

@@ -1,0 +1,161 @@
+"""A priority queue over dense rows: packed integers in a binary heap, lazily corrected."""
+
+from __future__ import annotations
+
+from array import array
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Final
+
+from tierkv.errors import CapacityError
+
+__all__ = ["MAX_ROWS", "RowHeap"]
+
+_ROW_BITS: Final = 28
+_ROW_MASK: Final = (1 << _ROW_BITS) - 1
+MAX_ROWS: Final = 1 << _ROW_BITS
+"""Rows that a heap entry can name."""
+
+_UNTRACKED: Final = -1
+_SPARSE_COST: Final = 12  # a dict entry costs about as much as this many column cells
+_SLACK: Final = 1024  # stale entries that are never worth a rebuild
+
+
+class RowHeap:
+    """Orders rows by an integer rank, smallest first; ties go to the smaller row.
+
+    An entry is one int ``rank << 28 | row``: nothing the garbage collector must follow. An entry
+    may be *stale*. A rank that grew leaves its entry where it is, and the entry is corrected when
+    it comes to the top; a held row is dropped there and pushed again by :meth:`release`. So
+    touching, holding and releasing cost O(1), and each such change is paid for at most once, in
+    O(log n), by a later :meth:`victim`.
+
+    Columns are dense arrays; while a partition has few rows among many, they are dicts.
+    """
+
+    __slots__ = ("_heap", "_queued", "_rank", "_tracked")
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        # rank << 1 | evictable; the rank of the row's one valid heap entry
+        self._rank: array[int] | dict[int, int] = array("q")
+        self._queued: array[int] | dict[int, int] = array("q")
+        self._tracked = 0
+
+    def __len__(self) -> int:
+        return self._tracked
+
+    def insert(self, row: int, rank: int) -> None:
+        """Start tracking ``row``, held.
+
+        Raises:
+            CapacityError: if the row number does not fit an entry.
+        """
+        if row >= MAX_ROWS:
+            raise CapacityError(f"row {row}: an index holds at most {MAX_ROWS} parts a process")
+        if isinstance(self._rank, dict) or row >= len(self._rank):
+            self._grow(row)
+        self._rank[row] = rank << 1
+        self._queued[row] = _UNTRACKED
+        self._tracked += 1
+
+    def _grow(self, row: int) -> None:
+        rank, queued = self._rank, self._queued
+        needed = (self._tracked + 1) * _SPARSE_COST
+        if isinstance(rank, array):
+            if row < 16 * _SLACK or 2 * needed > row:
+                spare = min(len(rank) // 8, 16 * _SLACK)
+                blank = array("q", [_UNTRACKED]) * (row + 1 - len(rank) + spare)
+                rank.extend(blank)
+                queued.extend(blank)  # type: ignore[union-attr]  # both switch together
+            else:
+                self._rank = {r: v for r, v in enumerate(rank) if v >= 0}
+                self._queued = {r: queued[r] for r in self._rank}
+        elif needed > row:
+            dense = array("q", [_UNTRACKED]) * (max(row, max(rank, default=0)) + 1)
+            waiting = dense[:]
+            for r, value in rank.items():
+                dense[r] = value
+                waiting[r] = queued[r]
+            self._rank, self._queued = dense, waiting
+
+    def rank(self, row: int) -> int:
+        """Rank of a tracked row."""
+        return self._rank[row] >> 1
+
+    def raise_rank(self, row: int, rank: int) -> None:
+        """Give a tracked row a rank; a smaller one than before costs a push, a larger nothing."""
+        old = self._rank[row]
+        free = old & 1
+        self._rank[row] = rank << 1 | free
+        if free and rank < self._queued[row]:
+            self._push(row, rank)
+
+    def release(self, row: int) -> None:
+        """Make a tracked row evictable."""
+        value = self._rank[row]
+        if value & 1:
+            return
+        self._rank[row] = value | 1
+        queued = self._queued[row]
+        rank = value >> 1
+        if queued == _UNTRACKED or rank < queued:
+            self._push(row, rank)
+
+    def hold(self, row: int) -> None:
+        """Make a tracked row not evictable."""
+        self._rank[row] &= ~1
+
+    def remove(self, row: int) -> None:
+        """Stop tracking a row; its entry is discarded when it comes to the top."""
+        heap = self._heap
+        if heap and heap[0] & _ROW_MASK == row:
+            heappop(heap)
+        if isinstance(self._rank, dict):
+            del self._rank[row]
+            del self._queued[row]
+        else:
+            self._rank[row] = _UNTRACKED
+            self._queued[row] = _UNTRACKED
+        self._tracked -= 1
+
+    def victim(self) -> int | None:
+        """Return the evictable row of the smallest rank, or None."""
+        heap, ranks, queued = self._heap, self._rank, self._queued
+        sparse = isinstance(ranks, dict)
+        while heap:
+            entry = heap[0]
+            row = entry & _ROW_MASK
+            if (sparse and row not in ranks) or queued[row] != entry >> _ROW_BITS:
+                heappop(heap)
+                continue
+            value = ranks[row]
+            if not value & 1:
+                heappop(heap)
+                queued[row] = _UNTRACKED
+                continue
+            rank = value >> 1
+            if rank == queued[row]:
+                return row
+            queued[row] = rank
+            heapreplace(heap, rank << _ROW_BITS | row)
+        return None
+
+    def _push(self, row: int, rank: int) -> None:
+        heap = self._heap
+        if len(heap) > 2 * self._tracked + _SLACK:
+            self._rebuild()
+            heap = self._heap
+        self._queued[row] = rank
+        heappush(heap, rank << _ROW_BITS | row)
+
+    def _rebuild(self) -> None:
+        """Drop entries of rows that went another way than by eviction (TTL, invalidation)."""
+        ranks, queued = self._rank, self._queued
+        sparse = isinstance(ranks, dict)
+        kept: set[int] = set()
+        for entry in self._heap:
+            row = entry & _ROW_MASK
+            if (not sparse or row in ranks) and queued[row] == entry >> _ROW_BITS:
+                kept.add(entry)
+        self._heap = list(kept)
+        heapify(self._heap)

@@ -1,0 +1,6 @@
+"""The engine: composition and lifecycle."""
+
+from tierkv.engine.engine import BoundSpace, Engine, open
+from tierkv.engine.stats import CloseReport, EngineStats
+
+__all__ = ["BoundSpace", "CloseReport", "Engine", "EngineStats", "open"]

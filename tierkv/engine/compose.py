@@ -1,0 +1,88 @@
+"""From a configuration to tiers, decisions and limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.config import resolve_policies, tier_chain
+from tierkv.decisions.core import Decisions
+from tierkv.decisions.types import TenantLimits, TierLimits
+from tierkv.errors import ConfigError
+from tierkv.mover.core import Level
+from tierkv.pipeline import parse_chain
+from tierkv.registry import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tierkv.abc import Backend, Policy
+    from tierkv.config import EngineConfig
+    from tierkv.mover.core import Core
+
+__all__ = ["make_decisions", "make_levels", "open_level", "tenant_limits"]
+
+
+def tenant_limits(config: EngineConfig) -> dict[str, TenantLimits]:
+    """Byte limits of each tenant that has any."""
+    return {
+        name: TenantLimits(
+            quota=dict(limits.get("quota", {})),
+            reserved=dict(limits.get("reserved", {})),
+            session_quota=limits.get("session_quota"),
+        )
+        for name, limits in config.tenants.items()
+    }
+
+
+def make_levels(config: EngineConfig, backends: Sequence[Backend] | None) -> list[Level]:
+    """Make the tiers (or take ready backends), fastest first.
+
+    Raises:
+        ConfigError: if a kind, codec or option is unknown or cannot be honoured.
+    """
+    if backends is None:
+        backends = [resolve("backends", tier.kind)(tier) for tier in config.tiers]
+    if len(backends) != len(config.tiers):
+        raise ConfigError(f"{len(backends)} backends were given for {len(config.tiers)} tiers")
+    levels = []
+    for index, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True)):
+        # an unknown codec is found at start, not at the first store
+        chain = parse_chain(tier_chain(config, tier)).name
+        levels.append(Level(index, backend, chain, tier.write_through))
+    return levels
+
+
+def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
+    """Make the decision object for these tiers.
+
+    Raises:
+        ConfigError: if a policy is unknown or cannot be honoured.
+    """
+    names = resolve_policies(config)
+    policies: list[Callable[[], Policy]] = [
+        resolve("policies", names[tier.name]) for tier in config.tiers
+    ]
+    tiers = [
+        TierLimits(
+            name=tier.name,
+            capacity=tier.capacity_bytes,
+            high=tier.high,
+            low=tier.low,
+            durable=level.backend.durable,
+            write_through=tier.write_through,
+        )
+        for tier, level in zip(config.tiers, levels, strict=True)
+    ]
+    return Decisions(tiers, policy=policies, tenants=tenant_limits(config), history=config.history)
+
+
+async def open_level(core: Core, level: Level) -> None:
+    """Open one tier and learn what it holds; what has no room or no use is deleted.
+
+    Raises:
+        BackendError: if the tier cannot be used.
+    """
+    found = await level.backend.open(core.workers)
+    charges = [level.backend.charge(part.nbytes) for part in found]
+    core.free(core.decisions.recover(level.index, found, charges, core.clock(), core.wall()))
+    await core.purge(level)

@@ -1,0 +1,270 @@
+"""The engine: what users call."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tierkv.config import EngineConfig, load_config
+from tierkv.decisions.types import EvictReason
+from tierkv.engine.compose import tenant_limits
+from tierkv.engine.lifecycle import Lifecycle
+from tierkv.engine.many import StoreRequest, load_many, match_many, store_many
+from tierkv.engine.stats import EngineStats
+from tierkv.errors import ClosedError, ConfigError
+from tierkv.layout import Space
+from tierkv.session import Session
+from tierkv.session.match import make_query
+from tierkv.session.table import SessionState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from os import PathLike
+
+    from tierkv.abc import Backend, Observer, View
+    from tierkv.blocks import Identity, PartId
+    from tierkv.layout import Layout
+    from tierkv.session import (
+        BlockReport,
+        FlushResult,
+        LoadResult,
+        Match,
+        StoreResult,
+    )
+    from tierkv.workers import Job
+
+__all__ = ["BoundSpace", "Engine", "open"]
+
+
+class Engine(Lifecycle):
+    """Keeps KV alive in tiers. Make one with :func:`open`.
+
+    All methods belong to the event loop on which the engine was opened.
+    """
+
+    def space(
+        self, identity: Identity, layout: Layout, block_tokens: int | None = None
+    ) -> BoundSpace:
+        """Bind a space to this engine; several models may share one engine."""
+        return BoundSpace(self, Space(identity, layout, block_tokens or self.config.block_tokens))
+
+    def session(
+        self,
+        name: str,
+        *,
+        tenant: str = "",
+        ttl: float | str | None = None,
+        fidelity: str = "exact",
+        salt: bytes = b"",
+        space: Space | None = None,
+    ) -> Session:
+        """A handle on the session of this name, made if need be: use it with ``async with``.
+
+        Args:
+            name: Name of the session, unique in its space and tenant.
+            tenant: Whose it is; tenants never share blocks.
+            ttl: How long its parts live after their last use, e.g. ``"6h"``.
+            fidelity: ``"exact"``, or ``"lossy"`` if lossy copies are welcome.
+            salt: Further secret that blocks must share to be reused.
+            space: Space to work in; None takes the engine's.
+
+        Raises:
+            ConfigError: if no space is given here or at :func:`open`.
+            ClosedError: if the engine is closed.
+        """
+        if self.core.closed:
+            raise ClosedError("the engine is closed")
+        state = self._sessions.ensure(self._space(space), tenant, name, salt)
+        limits = tenant_limits(self.config).get(tenant)
+        quota = limits is not None and limits.session_quota is not None
+        return Session(self.runtime, self._sessions, state, ttl=ttl, fidelity=fidelity, quota=quota)
+
+    def _space(self, space: Space | None) -> Space:
+        space = space or self.default_space
+        if space is None:
+            raise ConfigError(
+                "this engine has no space of its own: pass space= to open() or session(), or use "
+                "engine.space(identity, layout).session(...)"
+            )
+        return space
+
+    async def prefetch(
+        self,
+        *,
+        session: str | None = None,
+        tenant: str = "",
+        tokens: Sequence[int] | None = None,
+        space: Space | None = None,
+    ) -> Job[int]:
+        """Start bringing a prefix into the fastest tier, e.g. when its request arrives.
+
+        Args:
+            session: Session whose history to bring.
+            tenant: Its tenant.
+            tokens: Token ids to bring instead of the history.
+            space: Space; None takes the engine's.
+
+        Returns:
+            The engine-owned job; awaiting ``job.wait()`` gives the number of parts moved, and is
+            never needed.
+
+        Raises:
+            ConfigError: if neither a session nor tokens are given.
+        """
+        if session is None and tokens is None:
+            raise ConfigError("prefetch needs session= or tokens=")
+        handle = self.session(session or "", tenant=tenant, space=space)
+        chain = handle.state.chain
+        if tokens is not None:
+            chain = chain.fork()
+            await self.workers.run(chain.follow, tokens)
+        size = handle.space.block_tokens
+        query = make_query(handle, chain.keys, len(chain.keys) * size, touch=False)
+        return self.runtime.prefetcher.start(handle.space, handle.state.root, query)
+
+    def match_many(
+        self, requests: Sequence[tuple[Session, Sequence[int]]]
+    ) -> AbstractAsyncContextManager[list[Match]]:
+        """Open several matches: ``async with engine.match_many([(session, ids), ...])``."""
+        return match_many(requests)
+
+    async def load_many(
+        self, requests: Sequence[tuple[Match, View]], *, deadline: float | str | None = None
+    ) -> list[LoadResult]:
+        """Load several open matches together: ``[(match, view), ...]``, one result each."""
+        return await load_many(self.runtime, requests, deadline)
+
+    async def store_many(self, requests: Sequence[StoreRequest]) -> list[StoreResult]:
+        """Store several sessions' KV together, one result each."""
+        return await store_many(self.runtime, requests)
+
+    def explain(
+        self,
+        token_ids: Sequence[int],
+        space: Space | None = None,
+        tenant: str = "",
+        fidelity: str = "exact",
+    ) -> list[BlockReport]:
+        """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing."""
+        state = SessionState("", tenant, self._space(space), b"")
+        handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
+        return handle.explain(token_ids)
+
+    def forget_session(
+        self,
+        name: str,
+        *,
+        tenant: str = "",
+        space: Space | None = None,
+        name_too: bool = True,
+    ) -> None:
+        """Clear a session, and forget its name. Idempotent."""
+        state = self._sessions.get(self._space(space), tenant, name)
+        if state is None:
+            return
+        if name_too:
+            self._sessions.destroy(state)
+        else:
+            self._sessions.clear(state)
+
+    async def flush(self) -> FlushResult:
+        """Wait for the copies under way and make everything durable that can be.
+
+        Raises:
+            BackendError: if a durable tier refuses to sync.
+        """
+        return await self.runtime.behind.flush(self._parts())
+
+    def _parts(self) -> list[PartId]:
+        """Every part that has a copy somewhere."""
+        core = self.core
+        copies = (core.decisions.parts(level.index) for level in core.levels)
+        return list({part for tier in copies for part, _, _ in tier})
+
+    async def reset(self) -> int:
+        """Clear every session and forget every part that nobody is reading.
+
+        Returns:
+            How many copies were forgotten.
+        """
+        core = self.core
+        for state in self._sessions:
+            self._sessions.clear(state)
+        await self.runtime.behind.drain()
+        drops = core.decisions.forget(self._parts(), EvictReason.REMOVED, core.clock())
+        core.free(drops)
+        for level in core.levels:
+            await self.workers.spawn(core.purge, level, name="purge").wait()
+        return len(drops)
+
+    def call_soon_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """Run ``fn(*args)`` on the engine's loop soon; from any thread, without waiting.
+
+        Raises:
+            RuntimeError: if the loop is gone.
+        """
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(fn, *args)
+
+    def stats(self) -> EngineStats:
+        """Snapshot of the engine."""
+        core, behind = self.core, self.runtime.behind
+        return EngineStats(
+            tiers={x.name: x.backend.stats() for x in core.levels},
+            used={x.name: core.decisions.used(x.index) for x in core.levels},
+            sessions=len(self._sessions),
+            leases=core.decisions.leases(),
+            queued_bytes=behind.queued_bytes,
+            in_flight=self.runtime.fetcher.in_flight,
+            staging_used=core.staging.used,
+            tasks_spawned=self.workers.tasks_spawned,
+            thread_hops=self.workers.thread_hops,
+            bytes_copied=core.bytes_copied,
+        )
+
+
+class BoundSpace:
+    """A space of one engine: ``space.session(id)`` opens sessions in it."""
+
+    def __init__(self, engine: Engine, space: Space) -> None:
+        self.engine = engine
+        self.space = space
+
+    def session(self, name: str, **options: Any) -> Session:
+        """As :meth:`Engine.session`, in this space."""
+        return self.engine.session(name, space=self.space, **options)
+
+
+@asynccontextmanager
+async def open(
+    source: str | PathLike[str] | Mapping[str, Any] | EngineConfig | None = None,
+    *,
+    space: Space | None = None,
+    backends: Sequence[Backend] | None = None,
+    observer: Observer | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> AsyncIterator[Engine]:
+    """Open an engine: ``async with tierkv.open("tierkv.toml", space=space) as engine``.
+
+    Args:
+        source: TOML file, mapping or config; None for settings alone.
+        space: Default space of ``engine.session``.
+        backends: Ready backends for the tiers, instead of making them by kind (tests, wrappers).
+        observer: Who hears what happens, instead of the metrics.
+        clock: Monotonic clock in seconds.
+        **settings: Fields of :class:`~tierkv.config.EngineConfig`; they win over the environment
+            (``TIERKV_*``), which wins over the file.
+
+    Raises:
+        ConfigError: if a setting is unknown, malformed or cannot be honoured.
+        BackendError: if a tier cannot be opened.
+
+    Leaving closes the engine, which is bounded by ``close_timeout``.
+    """
+    config, _ = load_config(source, **settings)
+    engine = Engine(config, space=space, backends=backends, observer=observer, clock=clock)
+    async with engine:
+        yield engine

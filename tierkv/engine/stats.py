@@ -1,0 +1,60 @@
+"""Snapshots of an engine: what it holds, and what closing it left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierkv.abc import BackendStats
+
+__all__ = ["CloseReport", "EngineStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """What closing left behind.
+
+    Attributes:
+        unwritten: Parts that were meant for a slower tier and did not get there in time.
+    """
+
+    unwritten: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Snapshot of an engine.
+
+    Attributes:
+        tiers: Snapshot of each backend, by tier name.
+        used: Bytes charged in each tier, by tier name.
+        sessions: Sessions that exist.
+        leases: Leases out.
+        queued_bytes: Bytes waiting to be copied to slower tiers.
+        in_flight: Reads under way.
+        staging_used: Bytes of staging memory in use.
+        tasks_spawned: Engine-owned jobs started so far.
+        thread_hops: Calls handed to worker threads so far.
+        bytes_copied: Bytes copied into callers' views so far.
+    """
+
+    tiers: dict[str, BackendStats]
+    used: dict[str, int]
+    sessions: int
+    leases: int
+    queued_bytes: int
+    in_flight: int
+    staging_used: int
+    tasks_spawned: int
+    thread_hops: int
+    bytes_copied: int
+
+    def counters(self) -> dict[str, int]:
+        """The figures that change with traffic, for comparisons."""
+        return {
+            "tasks_spawned": self.tasks_spawned,
+            "bytes_copied": self.bytes_copied,
+            "sessions": self.sessions,
+            **{f"used.{name}": nbytes for name, nbytes in self.used.items()},
+        }

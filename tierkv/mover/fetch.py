@@ -1,0 +1,281 @@
+"""Whole-frame reads from tiers that the engine cannot address, each made once for all readers.
+
+A *flight* is one such read. It belongs to the engine: readers join and leave (or are cancelled)
+as they like. Its bytes land in staging memory or, where the fast tier has room, directly in that
+tier, so that the part is promoted without a further copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.abc import IoStatus, ReadRequest
+from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
+from tierkv.errors import ClosedError, IntegrityError
+from tierkv.frame import page_round
+from tierkv.mover.core import INLINE_BYTES, stored_part
+from tierkv.mover.staged import Slice, stage
+from tierkv.pipeline import open_frame, verify
+from tierkv.workers import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.abc import Buffer, IoResult
+    from tierkv.blocks import BlockKey, PartId
+    from tierkv.decisions.types import FoundPart
+    from tierkv.frame import Header
+    from tierkv.layout import Space
+    from tierkv.mover.core import Core, Level
+
+__all__ = ["Fetcher", "Flight", "Wanted"]
+
+
+class Wanted:
+    """One part that somebody wants: where it is, and what it must be."""
+
+    __slots__ = ("found", "parent", "root", "space")
+
+    def __init__(
+        self, found: FoundPart, space: Space, root: BlockKey, parent: PartId | None
+    ) -> None:
+        self.found = found
+        self.space = space
+        self.root = root
+        self.parent = parent
+
+
+class Flight:
+    """One read under way or done; ``frame`` is valid from landing until :meth:`leave`."""
+
+    __slots__ = ("_slice", "failure", "frame", "header", "landed", "users", "wanted")
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.landed = Signal()
+        self.users = 1
+        self.frame: memoryview | None = None
+        self.header: Header | None = None
+        self.failure: EvictReason | None = None
+        self._slice: Slice | None = None
+
+    def leave(self) -> None:
+        """Stop using the frame; call once per join."""
+        self.users -= 1
+        if self.users == 0 and self.landed.is_set():
+            self._give_back()
+
+    def _land(self) -> None:
+        self.landed.set()
+        if self.users == 0:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self.frame = None
+        if self._slice is not None:
+            self._slice.release()
+            self._slice = None
+
+
+class Fetcher:
+    """Starts flights and lets readers share them."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._flights: dict[tuple[PartId, int, int], Flight] = {}
+
+    def __repr__(self) -> str:
+        return f"<Fetcher: {len(self._flights)} flights>"
+
+    @property
+    def in_flight(self) -> int:
+        """Reads under way."""
+        return len(self._flights)
+
+    def join(self, wanted: Sequence[Wanted], *, promote: bool = True) -> list[Flight]:
+        """Join the flight of each part, starting one batch per tier for those not under way.
+
+        The caller holds a lease on the parts and must :meth:`Flight.leave` each flight.
+
+        Raises:
+            ClosedError: if the engine is closed; nothing is then joined.
+        """
+        joined: list[Flight] = []
+        fresh: dict[int, list[Flight]] = {}
+        for want in wanted:
+            key = (want.found.part, want.found.generation, want.found.tier)
+            flight = self._flights.get(key)
+            if flight is None:
+                flight = self._flights[key] = Flight(want)
+                fresh.setdefault(want.found.tier, []).append(flight)
+            else:
+                flight.users += 1
+            joined.append(flight)
+        try:
+            for tier, flights in fresh.items():
+                level = self._core.levels[tier]
+                self._core.workers.spawn(self._fly, level, flights, promote, name="fetch")
+        except ClosedError:
+            for flight in joined:
+                flight.leave()
+            for flights in fresh.values():
+                self._finish(flights)
+            raise
+        return joined
+
+    def _finish(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            found = flight.wanted.found
+            self._flights.pop((found.part, found.generation, found.tier), None)
+            if flight.frame is None and flight.failure is None:
+                flight.failure = EvictReason.FAILED
+            flight._land()
+
+    async def _fly(self, level: Level, flights: list[Flight], promote: bool) -> None:
+        promotion = _Promotion(self._core, level, flights if promote else ())
+        try:
+            staged = [f for f in flights if promotion.buffer_of(f) is None]
+            slices = await stage(self._core.staging, [f.wanted.found.nbytes for f in staged])
+            for flight, piece in zip(staged, slices, strict=True):
+                flight._slice = piece
+            into: list[memoryview] = []
+            requests = []
+            for flight in flights:
+                found = flight.wanted.found
+                buffer = promotion.buffer_of(flight) or flight._slice
+                assert buffer is not None
+                size = page_round(found.nbytes)
+                requests.append(ReadRequest(found.part, found.generation, 0, size))
+                into.append(buffer.padded[:size])
+            results = await self._core.read(level, requests, into)
+            await self._check(level, flights, into, results)
+            promotion.settle()
+        finally:
+            # also on cancellation (engine closing): nothing unverified stays in reach
+            for flight in flights:
+                if flight.header is None:
+                    flight.frame = None
+            promotion.abandon()
+            self._finish(flights)
+
+    async def _check(
+        self,
+        level: Level,
+        flights: Sequence[Flight],
+        into: Sequence[memoryview],
+        results: Sequence[IoResult],
+    ) -> None:
+        good = []
+        for flight, memory, result in zip(flights, into, results, strict=True):
+            found = flight.wanted.found
+            if result.status is IoStatus.OK:
+                good.append((flight, memory[: found.nbytes]))
+                continue
+            short = result.status is IoStatus.SHORT
+            flight.failure = EvictReason.DAMAGED if short else EvictReason.FAILED
+            if short:
+                self._core.damaged(found.part, level.index, found.generation, "short")
+            else:
+                self._core.lost(found.part, level.index, found.generation, EvictReason.FAILED)
+        if sum(len(memory) for _, memory in good) < INLINE_BYTES:
+            checked = _verify_all(good)
+        else:
+            checked = await self._core.workers.run(_verify_all, good)
+        for (flight, memory), header in zip(good, checked, strict=True):
+            found = flight.wanted.found
+            if isinstance(header, IntegrityError):
+                flight.failure = EvictReason.DAMAGED
+                self._core.damaged(found.part, level.index, found.generation, "checksum")
+            else:
+                flight.header = header
+                flight.frame = memory
+
+
+def _verify_all(
+    frames: Sequence[tuple[Flight, memoryview]],
+) -> list[Header | IntegrityError]:
+    out: list[Header | IntegrityError] = []
+    for flight, frame in frames:
+        want = flight.wanted
+        try:
+            header = open_frame(
+                frame, want.space, want.found.part, want.found.generation, want.root
+            )
+            verify(header, frame)
+        except IntegrityError as error:
+            out.append(error)
+        else:
+            out.append(header)
+    return out
+
+
+class _Promotion:
+    """Room in the fastest tier for parts that are being read, published once verified."""
+
+    def __init__(self, core: Core, source: Level, flights: Sequence[Flight]) -> None:
+        self._core = core
+        self._open: dict[Flight, tuple[int, Buffer]] = {}
+        self._reservation = 0
+        target = core.levels[0].memory
+        if target is None or source.index == 0 or not flights:
+            return
+        self._target = target
+        items = [
+            StoreItem(
+                f.wanted.found.part,
+                f.wanted.parent,
+                f.wanted.root,
+                target.charge(f.wanted.found.nbytes),
+            )
+            for f in flights
+        ]
+        reserved = core.reserve(core.levels[0], items, demand=False, source=source)
+        self._reservation = reserved.id
+        refused = []
+        for index, (flight, outcome) in enumerate(zip(flights, reserved.outcomes, strict=True)):
+            if not outcome.generation:
+                continue
+            buffer = target.allocate(flight.wanted.found.nbytes)
+            if buffer is None:
+                refused.append(index)
+            else:
+                self._open[flight] = (index, buffer)
+        if refused:
+            core.free(
+                core.decisions.rollback(reserved.id, refused, core.clock(), reason=SkipReason.FULL)
+            )
+
+    def buffer_of(self, flight: Flight) -> Buffer | None:
+        """Where this flight's bytes should land, if it is to be promoted."""
+        held = self._open.get(flight)
+        return held[1] if held is not None else None
+
+    def settle(self) -> None:
+        """Publish what was verified, give the rest back. Atomic: no await."""
+        core = self._core
+        for flight, (index, buffer) in list(self._open.items()):
+            if flight.header is None:
+                continue
+            del self._open[flight]
+            stored = stored_part(flight.header)
+            if self._target.adopt(stored, buffer):
+                core.free(
+                    core.decisions.commit(
+                        self._reservation, [index], core.clock(), lossless=[stored.lossless]
+                    )
+                )
+            else:
+                flight.header = flight.frame = None
+                self._undo(index, buffer)
+
+    def abandon(self) -> None:
+        """Give back what was not published. Atomic, idempotent."""
+        for flight, (index, buffer) in list(self._open.items()):
+            del self._open[flight]
+            flight.header = flight.frame = None
+            self._undo(index, buffer)
+
+    def _undo(self, index: int, buffer: Buffer) -> None:
+        core = self._core
+        buffer.release()
+        core.free(core.decisions.rollback(self._reservation, [index], core.clock()))

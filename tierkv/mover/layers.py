@@ -1,0 +1,285 @@
+"""Layer-wise loads: a layer is yielded as soon as it is verified and in place.
+
+One backend call per layer and tier (a layer larger than the staging window takes several). The
+next layer is on its way while the caller computes with the one it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierkv.abc import IoStatus, ReadRequest
+from tierkv.decisions.types import EvictReason
+from tierkv.errors import ClosedError, IntegrityError, LoadIncomplete
+from tierkv.frame import header_bytes, page_round
+from tierkv.mover.core import INLINE_BYTES, derivation
+from tierkv.pipeline import deliver, layer_range, open_frame, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.abc import Buffer, IoResult
+    from tierkv.decisions.types import FoundPart
+    from tierkv.frame import Header
+    from tierkv.mover.core import Core
+    from tierkv.mover.load import LoadPlan
+    from tierkv.workers import Job
+
+__all__ = ["LayerLoad"]
+
+_ALIGN = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One part of the prefix: its whole frame in memory, or a tier to read ranges from."""
+
+    found: FoundPart
+    frame: memoryview | None = None
+    header: Header | None = None
+
+
+class _Ranges:
+    """One layer's byte ranges of several parts of one tier, in staging memory."""
+
+    def __init__(self, core: Core, tier: int, spans: Sequence[tuple[_Source, int, int]]) -> None:
+        self._core = core
+        self._level = core.levels[tier]
+        self._buffer: Buffer | None = None
+        self._left = False
+        self.spans = spans
+        self.results: list[IoResult] = []
+        self.memory: list[memoryview] = []
+        self.job: Job[None] = core.workers.spawn(self._read, name="fetch-layer")
+
+    async def _read(self) -> None:
+        try:
+            total = sum(high - low for _, low, high in self.spans)
+            self._buffer = await self._core.staging.acquire(total)
+            offset = 0
+            requests = []
+            for source, low, high in self.spans:
+                found = source.found
+                requests.append(ReadRequest(found.part, found.generation, low, high - low))
+                self.memory.append(self._buffer.memory[offset : offset + high - low])
+                offset += high - low
+            self.results = await self._core.read(self._level, requests, self.memory)
+        finally:
+            if self._left:
+                self._release()
+
+    def leave(self) -> None:
+        """Give the memory back now, or as soon as the read is over. Idempotent."""
+        self._left = True
+        if self.job.done():
+            self._release()
+
+    def _release(self) -> None:
+        self.memory = []
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+
+
+class LayerLoad:
+    """Async iterator over model layer numbers, in order; owned by its match.
+
+    Not atomic: when a layer cannot be loaded it raises
+    :class:`~tierkv.errors.LoadIncomplete` and the caller drops the view.
+    """
+
+    def __init__(self, core: Core, plan: LoadPlan) -> None:
+        self._core = core
+        self._plan = plan
+        self._order = sorted(
+            (layer.index, number)
+            for number, group in enumerate(plan.space.layout.groups)
+            for layer in group.layers
+        )
+        self._next = 0
+        self._ahead: list[_Ranges] | None = None
+        self._closed = False
+        self._sources: dict[int, list[_Source]] = {}
+        for found in plan.found.parts:
+            self._sources.setdefault(found.group, []).append(_Source(found))
+        self._first: dict[int, int] = {}
+        for index, number in self._order:
+            self._first.setdefault(number, index)
+
+    def __aiter__(self) -> LayerLoad:
+        return self
+
+    async def __anext__(self) -> int:
+        if self._closed:
+            raise ClosedError("the match of this layer-wise load was left")
+        if self._next == len(self._order) or self._plan.found.blocks == 0:
+            self.close()
+            raise StopAsyncIteration
+        layer, group = self._order[self._next]
+        try:
+            await self._load(layer, group)
+        except BaseException:
+            self.close()
+            raise
+        self._next += 1
+        if self._next < len(self._order):
+            following, other = self._order[self._next]
+            if self._known(other):
+                self._ahead = self._depart(following, other)
+        else:
+            self._finish()
+        return layer
+
+    def close(self) -> None:
+        """Stop; what is still travelling is given back when it lands. Idempotent."""
+        self._closed = True
+        if self._ahead is not None:
+            for ranges in self._ahead:
+                ranges.leave()
+            self._ahead = None
+
+    # ------------------------------------------------------------------ one layer
+
+    def _known(self, group: int) -> bool:
+        """Whether the next layer's ranges of this group can be computed now."""
+        return all(
+            s.header is not None or self._core.levels[s.found.tier].memory is None
+            for s in self._sources.get(group, ())
+        )
+
+    async def _load(self, layer: int, group: int) -> None:
+        sources = self._sources.get(group, [])
+        batches, self._ahead = self._ahead, None
+        if batches is None:
+            batches = self._depart(layer, group)
+        try:
+            await self._in_memory(layer, sources)
+            for ranges in batches:
+                await ranges.job.wait()
+                await self._land(layer, ranges)
+        finally:
+            for ranges in batches:
+                ranges.leave()
+
+    def _depart(self, layer: int, group: int) -> list[_Ranges]:
+        """Start reading one layer from every tier that the engine cannot address."""
+        spans: dict[int, list[tuple[_Source, int, int]]] = {}
+        for source in self._sources.get(group, ()):
+            if self._core.levels[source.found.tier].memory is None:
+                low, high = self._span(source, layer, group)
+                spans.setdefault(source.found.tier, []).append((source, low, high))
+        out = []
+        for tier, wanted in spans.items():
+            batch: list[tuple[_Source, int, int]] = []
+            size = 0
+            for span in wanted:
+                length = span[2] - span[1]
+                if batch and size + length > self._core.window_bytes:
+                    out.append(_Ranges(self._core, tier, batch))
+                    batch, size = [], 0
+                batch.append(span)
+                size += length
+            out.append(_Ranges(self._core, tier, batch))
+        return out
+
+    def _span(self, source: _Source, layer: int, group_number: int) -> tuple[int, int]:
+        """Page-aligned byte range to read; the first one of a part brings its header along."""
+        whole = page_round(source.found.nbytes)
+        if source.header is not None:
+            low, high = layer_range(source.header, layer)
+            return low // _ALIGN * _ALIGN, min(page_round(high), whole)
+        # A section is never longer than its raw bytes (+ alignment), so this covers the layer.
+        group = self._plan.space.layout.groups[group_number]
+        first = next(entry for entry in group.layers if entry.index == layer)
+        tokens = self._plan.space.block_tokens
+        bound = sum(group.section_bytes(t, tokens) + 64 for t in first.tensors)
+        return 0, min(page_round(header_bytes(group) + bound), whole)
+
+    async def _in_memory(self, layer: int, sources: Sequence[_Source]) -> None:
+        core = self._core
+        ready = []
+        for source in sources:
+            found = source.found
+            memory = core.levels[found.tier].memory
+            if memory is None:
+                continue
+            if source.frame is None:
+                buffer = memory.borrow(found.part, found.generation)
+                if buffer is None:
+                    core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
+                    raise LoadIncomplete(layer, "a block vanished from memory")
+                source.frame = buffer.memory
+            ready.append((source, source.frame, 0))
+        await self._deliver(layer, ready, verified=not core.verify_host)
+
+    async def _land(self, layer: int, ranges: _Ranges) -> None:
+        ready = []
+        for (source, low, _), memory, result in zip(
+            ranges.spans, ranges.memory, ranges.results, strict=True
+        ):
+            found = source.found
+            if result.status is not IoStatus.OK:
+                short = result.status is IoStatus.SHORT
+                if short:
+                    self._core.damaged(found.part, found.tier, found.generation, "short")
+                else:
+                    self._core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
+                raise LoadIncomplete(layer, f"tier read: {result.status.value}")
+            ready.append((source, memory, low))
+        await self._deliver(layer, ready, verified=False)
+
+    async def _deliver(
+        self, layer: int, ready: Sequence[tuple[_Source, memoryview, int]], *, verified: bool
+    ) -> None:
+        nbytes = sum(
+            s.found.nbytes // max(len(self._plan.space.layout.groups[s.found.group].layers), 1)
+            for s, _, _ in ready
+        )
+        if nbytes < INLINE_BYTES:
+            bad = self._copy(layer, ready, verified)
+        else:
+            bad = await self._core.workers.run(self._copy, layer, ready, verified)
+        self._core.bytes_copied += nbytes
+        if bad is not None:
+            self._core.damaged(bad.part, bad.tier, bad.generation, "checksum")
+            raise LoadIncomplete(layer, "a block is damaged")
+
+    def _copy(
+        self, layer: int, ready: Sequence[tuple[_Source, memoryview, int]], verified: bool
+    ) -> FoundPart | None:
+        """Verify and copy one layer of several parts; return the first damaged one."""
+        plan = self._plan
+        only = (layer,)
+        for source, memory, base in ready:
+            found = source.found
+            try:
+                if source.header is None:
+                    source.header = open_frame(
+                        memory, plan.space, found.part, found.generation, plan.root
+                    )
+                if not verified:
+                    verify(source.header, memory, only, base)
+            except IntegrityError:
+                return found
+        for source, memory, base in ready:
+            assert source.header is not None
+            start = source.found.block * plan.space.block_tokens
+            deliver(source.header, memory, plan.view, start, only, base)
+            plan.derived = plan.derived or derivation(source.header)
+        return None
+
+    def _finish(self) -> None:
+        plan, core = self._plan, self._core
+        plan.blocks = plan.found.blocks
+        slowest: dict[int, int] = {}
+        for sources in self._sources.values():
+            for source in sources:
+                block, tier = source.found.block, source.found.tier
+                slowest[block] = max(slowest.get(block, 0), tier)
+        for block, tier in slowest.items():
+            name = core.levels[tier].name
+            tokens = min(
+                plan.space.block_tokens, plan.found.tokens - block * plan.space.block_tokens
+            )
+            plan.by_tier[name] = plan.by_tier.get(name, 0) + tokens

@@ -1,0 +1,67 @@
+"""What a store is asked to do, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierkv.pipeline import PartLabel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.abc import View
+    from tierkv.blocks import BlockKey, PartId
+    from tierkv.decisions.types import SkipReason
+    from tierkv.layout import Space
+
+__all__ = ["NewPart", "PartOutcome", "StorePlan"]
+
+
+class NewPart(NamedTuple):
+    """One part to take out of the caller's view."""
+
+    part: PartId
+    parent: PartId | None
+    parent_key: BlockKey | None
+    group: int
+    start: int
+    tokens: int
+    private: bool = False
+
+
+class PartOutcome(NamedTuple):
+    """What became of one part: stored in ``tier``, already present, or skipped and why."""
+
+    stored: bool
+    skip: SkipReason | None = None
+    tier: int = 0
+
+
+@dataclass(slots=True)
+class StorePlan:
+    """One chain of parts to store, parents first, and what became of each."""
+
+    space: Space
+    root: BlockKey
+    view: View
+    parts: Sequence[NewPart]
+    tenant: str = ""
+    session: str = ""
+    session_parts: Sequence[PartId] = ()
+    fidelity: str = "exact"
+    ttl: float | None = None
+    outcomes: list[PartOutcome] = field(default_factory=list)
+
+    def label(self, new: NewPart, generation: int, expires: float | None) -> PartLabel:
+        """What the frame of ``new`` says of itself."""
+        return PartLabel(
+            part=new.part,
+            generation=generation,
+            root=self.root,
+            parent=new.parent_key,
+            fidelity=self.fidelity,
+            tokens=new.tokens,
+            tenant=self.tenant,
+            expires=expires,
+        )

@@ -1,0 +1,68 @@
+"""Staging memory of one batch: acquired in one piece, handed out in page-aligned slices.
+
+One acquisition per batch cannot deadlock with other batches, whatever the order in which the
+slices are given back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.frame import page_round
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.abc import Buffer
+    from tierkv.buffers import Staging
+
+__all__ = ["Slice", "stage"]
+
+
+class _Slab:
+    __slots__ = ("buffer", "users")
+
+    def __init__(self, buffer: Buffer, users: int) -> None:
+        self.buffer = buffer
+        self.users = users
+
+
+class Slice:
+    """A :class:`~tierkv.abc.Buffer` inside the staging memory of a batch."""
+
+    __slots__ = ("_slab", "nbytes", "padded")
+
+    def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
+        self._slab: _Slab | None = slab
+        self.nbytes = nbytes
+        self.padded = slab.buffer.memory[offset : offset + page_round(nbytes)]
+
+    @property
+    def memory(self) -> memoryview:
+        """The requested bytes."""
+        return self.padded[: self.nbytes]
+
+    def release(self) -> None:
+        """Give the slice back; the memory goes back with the last one. Idempotent."""
+        slab, self._slab = self._slab, None
+        if slab is not None:
+            slab.users -= 1
+            if slab.users == 0:
+                slab.buffer.release()
+
+
+async def stage(staging: Staging, sizes: Sequence[int]) -> list[Slice]:
+    """Acquire one slice per size, waiting in line for the memory.
+
+    Raises:
+        CapacityError: if the batch is larger than all the staging memory.
+    """
+    if not sizes:
+        return []
+    slab = _Slab(await staging.acquire(sum(page_round(n) for n in sizes)), len(sizes))
+    slices = []
+    offset = 0
+    for nbytes in sizes:
+        slices.append(Slice(slab, offset, nbytes))
+        offset += page_round(nbytes)
+    return slices

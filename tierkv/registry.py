@@ -1,0 +1,159 @@
+"""Names of plug-ins and how they become objects: a small built-in table, then entry points.
+
+A third party registers itself in its own distribution::
+
+    [project.entry-points."tierkv.backends"]
+    mystore = "my_package.store:MyBackend"
+
+The table is needed beside entry points because a checkout that is not installed has none, and
+because it carries the install hint of optional parts. Nothing is imported before its name is
+asked for, and a plug-in that cannot be imported is an error, never a log line and silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+from typing import Any, Final, Literal, get_args
+
+from tierkv import abc
+from tierkv.errors import ConfigError, MissingDependencyError
+
+__all__ = ["Kind", "load", "names", "refresh", "resolve"]
+
+Kind = Literal["adapters", "backends", "codecs", "devices", "policies", "predictors"]
+"""Groups of plug-ins; third parties use the entry point group ``tierkv.<kind>``."""
+
+_HF_HINT: Final = "pip install -c constraints.txt -e '.[hf]'"
+_CORE_HINT: Final = "reinstall the package with its dependencies: pip install -e ."
+
+_BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
+    ("adapters", "hf"): ("tierkv_adapters.hf", _HF_HINT),
+    ("backends", "host"): ("tierkv_backends.host:HostBackend", _CORE_HINT),
+    ("backends", "nvme"): ("tierkv_backends.nvme:NvmeBackend", _CORE_HINT),
+    ("codecs", "int8"): ("tierkv_codecs.int8:Int8", _CORE_HINT),
+    ("codecs", "lz4"): ("tierkv_codecs.lz4:Lz4", _CORE_HINT),
+    ("codecs", "raw"): ("tierkv_codecs.raw:Raw", _CORE_HINT),
+    ("codecs", "zstd"): ("tierkv_codecs.zstd:Zstd", _CORE_HINT),
+    ("policies", "lrfu"): ("tierkv.decisions.policy.lrfu:Lrfu", _CORE_HINT),
+    ("policies", "lru"): ("tierkv.decisions.policy.lru:Lru", _CORE_HINT),
+}
+
+# Names that the design reserves for later versions: asking for one is not a typing mistake.
+_PLANNED: Final[dict[str, frozenset[str]]] = {
+    "adapters": frozenset({"trtllm", "vllm"}),
+    "backends": frozenset({"device", "file", "redis", "s3"}),
+    "codecs": frozenset({"fp8", "int4", "lowrank", "planes"}),
+    "policies": frozenset(
+        {"adaptive", "arc", "fifo", "importance", "lfu", "lru2", "s3fifo", "size_aware"}
+    ),
+}
+
+_BASES: Final[dict[str, tuple[type, ...]]] = {
+    "backends": (abc.Backend,),
+    "codecs": (abc.TensorCodec, abc.TensorBytesCodec, abc.BytesCodec),
+    "policies": (abc.Policy,),
+}
+
+
+@functools.cache
+def _entry_points(kind: str) -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
+    found: dict[str, tuple[importlib.metadata.EntryPoint, ...]] = {}
+    for point in importlib.metadata.entry_points(group=f"tierkv.{kind}"):
+        found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def refresh() -> None:
+    """Forget which entry points were seen; call it after installing a plug-in at run time."""
+    _entry_points.cache_clear()
+
+
+def names(kind: Kind) -> list[str]:
+    """Every name that :func:`resolve` knows for ``kind``, sorted; imports nothing.
+
+    Raises:
+        ConfigError: if there is no such kind.
+    """
+    _check_kind(kind)
+    return sorted({name for k, name in _BUILT_IN if k == kind} | set(_entry_points(kind)))
+
+
+def resolve(kind: Kind, name: str) -> Any:
+    """Import the plug-in called ``name``.
+
+    Returns:
+        The class of a backend, codec or policy; the module or object of the other kinds.
+
+    Raises:
+        ConfigError: if the name is unknown, registered twice, or names something that is not a
+            plug-in of this kind.
+        MissingDependencyError: if its module cannot be imported; the message carries the hint.
+    """
+    _check_kind(kind)
+    built_in = _BUILT_IN.get((kind, name))
+    points = _entry_points(kind).get(name, ())
+    owners = [point.value for point in points] + ([built_in[0]] if built_in else [])
+    if len(owners) > 1:
+        raise ConfigError(
+            f"{kind}: the name {name!r} is registered {len(owners)} times ({', '.join(owners)}); "
+            f"uninstall or rename all but one of them"
+        )
+    if built_in:
+        target, hint = built_in
+    elif points:
+        dist = points[0].dist
+        target = points[0].value
+        hint = f"it belongs to the distribution {dist.name if dist else 'of that entry point'!r}"
+    else:
+        raise ConfigError(_unknown(kind, name))
+    found = load(target, what=f"{kind}: {name!r}", hint=hint)
+    bases = _BASES.get(kind)
+    if bases and not (isinstance(found, type) and issubclass(found, bases)):
+        wanted = " or ".join(f"tierkv.abc.{base.__name__}" for base in bases)
+        raise ConfigError(f"{kind}: {name!r} ({target}) is not a subclass of {wanted}")
+    return found
+
+
+def load(target: str, *, what: str, hint: str) -> Any:
+    """Import ``"module"`` or ``"module:attribute"``.
+
+    Args:
+        target: What to import.
+        what: How messages call it, e.g. ``"backends: 'nvme'"``.
+        hint: What to do when the import fails.
+
+    Raises:
+        MissingDependencyError: if the import fails. Optional libraries fail with ImportError,
+            OSError (a shared object is missing) or RuntimeError (no driver): all three count.
+        ConfigError: if the module has no such attribute.
+    """
+    module_name, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"{what} needs {module_name}, which cannot be imported ({error}); {hint}"
+        ) from error
+    for step in attribute.split(".") if attribute else ():
+        if not hasattr(found, step):
+            raise ConfigError(f"{what}: {module_name} has no attribute {attribute!r}")
+        found = getattr(found, step)
+    return found
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in get_args(Kind):
+        raise ConfigError(f"no such kind of plug-in: {kind!r} (one of {', '.join(get_args(Kind))})")
+
+
+def _unknown(kind: Kind, name: str) -> str:
+    known = names(kind)
+    listing = ", ".join(known) or "none is installed"
+    if name in _PLANNED.get(kind, ()):
+        return f"{kind}: {name!r} is not available in this version (available: {listing})"
+    close = difflib.get_close_matches(name, known, n=1)
+    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{kind}: unknown name {name!r} (known: {listing}){suggestion}"
