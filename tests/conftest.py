@@ -40,6 +40,11 @@ ROOT = Path(__file__).parent.parent
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
+def pytest_report_header() -> str:
+    """Say on which event loops this run tests."""
+    return f"event loops: {', '.join(_LOOPS)}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out what imports an optional library; `test_house` has a skip that says so."""
     if not HAS_TRANSFORMERS:
@@ -60,34 +65,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _LOOPS: dict[str, dict[str, Any]] = {
     "asyncio": {"debug": False, "use_uvloop": False},
     "asyncio-debug": {"debug": True, "use_uvloop": False},
-    "uvloop": {"debug": False, "use_uvloop": True},
 }
+if importlib.util.find_spec("uvloop") is not None:
+    _LOOPS["uvloop"] = {"debug": False, "use_uvloop": True}
 
 
 @pytest.fixture(params=_LOOPS, scope="session")
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """Run every async test on plain asyncio, asyncio in debug mode and uvloop."""
-    if request.param == "uvloop":
-        pytest.importorskip("uvloop", reason="uvloop is not installed")
+    """Run every async test on plain asyncio, asyncio in debug mode and, if there, uvloop."""
     return "asyncio", _LOOPS[request.param]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_torch_thread() -> None:
-    # the runs share few cores; more threads only add noise. Tests without torch must not load it,
-    # so this acts when it has been imported and is repeated per test below
-    _limit_torch()
-
-
-def _limit_torch() -> None:
+    # the runs share few cores, where more threads only add noise; a test without torch stays so
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _per_test_torch_threads() -> None:
-    _limit_torch()
 
 
 @pytest.fixture(autouse=True)

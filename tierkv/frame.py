@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGN",
+    "MAX_CHAINS",
     "MAX_CHAIN_BYTES",
     "MAX_FIDELITY_BYTES",
     "MAX_TENANT_BYTES",

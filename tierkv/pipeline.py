@@ -162,8 +162,10 @@ class Pipeline:
                 shape, raw = spec.stored_shape(t, tokens), spec.section_bytes(t, tokens)
                 packed = None
                 if packable and self._chain.supports(layer, t, shape):
-                    size = self._chain.packed_bytes(shape, t.dtype, t.name)
-                    packed = size if size < raw else None
+                    packed = self._chain.packed_bytes(shape, t.dtype, t.name)
+                    # one that only reorders may pay after the bytes codec; a loss must pay itself
+                    if packed >= raw and not (self.lossless and self._chain.squeezer and raw):
+                        packed = None
                 steps.append(_Step(layer.index, t.name, t.dtype, shape, raw, packed))
                 nbytes += padded_bytes(raw)
         return _Plan(tuple(steps), header_bytes(spec), nbytes, spec.per_token)
@@ -229,7 +231,10 @@ class Pipeline:
                 copy_bytes(room[: len(data)], data)
                 return _Stored(section.chain, len(data), chain.lossless)
             if not chain.lossless:
-                return self._squeeze(packing, unsqueeze(chain, section, data), room, False)
+                kept = self._squeeze(packing, unsqueeze(chain, section, data), room, False)
+                if kept is None:
+                    raise CodecError(f"a {section.chain!r} section outgrows its own tensor")
+                return kept
             if section.chain != RAW:
                 data = decode_section(section, data, scratch.take(DECODED, step.raw_bytes))
             return self._store(step, [(0, over(data, step.dtype, step.shape))], room)
@@ -280,36 +285,50 @@ class Pipeline:
 
     def _store(self, step: _Step, pieces: Pieces, room: memoryview) -> _Stored:
         """Encode one section into ``room``, which is as long as its tensor."""
-        squeezer, refused = self._chain.squeezer, False
+        refused = False
         if step.packed_bytes is not None:
-            whole = pieces[0][1]
-            if len(pieces) > 1 or whole.device.type != "cpu":
-                memory = scratch.take(GATHERED, step.raw_bytes)
-                gather(pieces, bits_over(memory, step.dtype, step.shape))
-                whole = over(memory, step.dtype, step.shape)
-            packed = scratch.take(PACKED, step.packed_bytes) if squeezer else room
-            packed = packed[: step.packed_bytes]
             try:
-                self._chain.pack(whole, step.tensor, packed)
+                stored = self._pack(step, step.packed_bytes, pieces, room)
             except CodecError:
-                refused = True
-            else:
-                if squeezer is None:
-                    return _Stored(self._chain.packing, step.packed_bytes, self.lossless)
-                return self._squeeze(self._chain.packing, packed, room, self.lossless)
-        if squeezer is None:
-            gather(pieces, bits_over(room, step.dtype, step.shape))
-            return _Stored(RAW, step.raw_bytes, True, refused)
-        memory = scratch.take(GATHERED, step.raw_bytes)
-        gather(pieces, bits_over(memory, step.dtype, step.shape))
-        return self._squeeze("", memory, room, True)._replace(refused=refused)
+                stored, refused = None, True
+            if stored is not None and stored.nbytes < step.raw_bytes:
+                return stored
+        if self._chain.squeezer is not None:
+            memory = scratch.take(GATHERED, step.raw_bytes)
+            gather(pieces, bits_over(memory, step.dtype, step.shape))
+            stored = self._squeeze("", memory, room, True)
+            if stored is not None:
+                return stored._replace(refused=refused)
+        gather(pieces, bits_over(room, step.dtype, step.shape))
+        return _Stored(RAW, step.raw_bytes, True, refused)
 
-    def _squeeze(self, packing: str, data: memoryview, room: memoryview, lossless: bool) -> _Stored:
-        """Put packed bytes into ``room``, compressed where that makes them shorter."""
+    def _pack(self, step: _Step, size: int, pieces: Pieces, room: memoryview) -> _Stored | None:
+        whole = pieces[0][1]
+        if len(pieces) > 1 or whole.device.type != "cpu":
+            memory = scratch.take(GATHERED, step.raw_bytes)
+            gather(pieces, bits_over(memory, step.dtype, step.shape))
+            whole = over(memory, step.dtype, step.shape)
+        if self._chain.squeezer is None:
+            self._chain.pack(whole, step.tensor, room[:size])
+            return _Stored(self._chain.packing, size, self.lossless)
+        packed = scratch.take(PACKED, size)
+        self._chain.pack(whole, step.tensor, packed)
+        return self._squeeze(self._chain.packing, packed, room, self.lossless)
+
+    def _squeeze(
+        self, packing: str, data: memoryview, room: memoryview, lossless: bool
+    ) -> _Stored | None:
+        """Put packed bytes into ``room``, compressed where that makes them shorter.
+
+        None if they fit neither way.
+        """
         squeezer = self._chain.squeezer
-        if squeezer is not None and len(data) > 1:
-            nbytes = squeezer.encode(data, room[: len(data) - 1])
+        limit = min(len(data), len(room)) - 1
+        if squeezer is not None and limit > 0:
+            nbytes = squeezer.encode(data, room[:limit])
             if nbytes is not None:
                 return _Stored(chain_name(packing, squeezer), nbytes, lossless)
+        if len(data) > len(room):
+            return None
         copy_bytes(room[: len(data)], data)
         return _Stored(chain_name(packing, None), len(data), lossless)

@@ -244,8 +244,8 @@ class HostBackend(MemoryBackend):
             entry.retire()
 
     def charge(self, nbytes: int) -> int:
-        """Bytes that a frame takes: its size class in the arena (at most 12.5 % more)."""
-        return Arena.charge_in(self._capacity, nbytes)
+        """Bytes that a frame takes: whole 4 KiB pages."""
+        return Arena.charge(nbytes)
 
     def stats(self) -> BackendStats:
         """Snapshot; callable from any thread."""

@@ -1,18 +1,46 @@
-"""Tiny random models: every architecture that the Hugging Face adapter must serve, in a second."""
+"""Tiny random models and the tools to compare caches, for the tests of the Hugging Face adapter."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
+
+INSTALLED = importlib.util.find_spec("transformers") is not None
+if INSTALLED:
+    import transformers
+
+    from tierkv_adapters.hf.cache import TierCache
+    from tierkv_adapters.hf.compat import cache_keyword
+    from tierkv_adapters.hf.view import CapturedView, RestoreView
+else:
+    collect_ignore_glob = ["test_hf_*.py"]
 
 VOCAB = 97
+BLOCK = 8
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def pytest_report_header() -> str:
+    """Say why the adapter's tests are missing, where they are."""
+    return "tierkv_adapters.hf: " + ("tested" if INSTALLED else "not tested, no Transformers here")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------- models
 
 
 def _common() -> dict[str, Any]:
@@ -61,24 +89,10 @@ def build_qwen2() -> Any:
 BUILDERS = {"llama": build_llama, "gemma3": build_gemma3, "qwen2": build_qwen2}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make(name: str, seed: int = 0) -> Any:
     """Build the tiny model ``name`` with weights from ``seed``."""
     torch.manual_seed(seed)
     return BUILDERS[name]().eval()
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Any:
-    """The function :func:`make`."""
-    return make
 
 
 @pytest.fixture(params=sorted(BUILDERS))
@@ -97,3 +111,100 @@ def llama() -> Any:
 def gemma3() -> Any:
     """The tiny Gemma 3 (sliding windows)."""
     return make("gemma3")
+
+
+# ----------------------------------------------------------------- tools
+
+
+class Kit:
+    """What tests do with caches by hand."""
+
+    make = staticmethod(make)
+
+    @staticmethod
+    def plain(model: Any, ids: list[int], **arguments: Any) -> list[int]:
+        """Prompt and reply with no store at all."""
+        tensor = torch.tensor([ids])
+        mask = torch.ones_like(tensor)
+        out = model.generate(tensor, attention_mask=mask, **(GREEDY | arguments))
+        tokens: list[int] = out[0].tolist()
+        return tokens
+
+    @staticmethod
+    def plain_cache(model: Any = None) -> Any:
+        """What Transformers would use itself; without a model one whose layers forget nothing."""
+        return (
+            transformers.DynamicCache()
+            if model is None
+            else transformers.DynamicCache(config=model.config)
+        )
+
+    @staticmethod
+    def set_all(arrivals: dict[int, Future[None]]) -> None:
+        for arrival in arrivals.values():
+            arrival.set_result(None)
+
+    @staticmethod
+    def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(1, 97, (1, tokens), generator=generator)
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(model: Any, ids: torch.Tensor, cache: Any, past: int = 0) -> torch.Tensor:
+        mask = torch.ones((1, past + ids.shape[1]), dtype=torch.long)
+        keyword = {cache_keyword(model): cache}
+        out = model(input_ids=ids, attention_mask=mask, use_cache=True, **keyword)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    @staticmethod
+    def generate(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
+        keyword = {cache_keyword(model): cache}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **keyword, **GREEDY)
+        tokens: list[int] = out[0].tolist()
+        return tokens
+
+    @staticmethod
+    def kept(model: Any, specs: tuple[Any, ...], ids: torch.Tensor) -> CapturedView:
+        """KV of ``ids`` as this adapter captures it."""
+        cache: Any = TierCache(specs)
+        Kit.forward(model, ids, cache)
+        return CapturedView(cache)
+
+    @staticmethod
+    def copy_blocks(
+        specs: tuple[Any, ...], source: CapturedView, into: RestoreView, tokens: int
+    ) -> None:
+        """Do by hand what an engine does: block by block, only what the prefix needs."""
+        for spec in specs:
+            first = 0 if spec.window is None else max(0, tokens - spec.window + 1) // BLOCK * BLOCK
+            for name in ("k", "v"):
+                for start in range(first, tokens, BLOCK):
+                    stop = min(start + BLOCK, tokens)
+                    with into.writing():
+                        ((_, target),) = into.pieces(spec.index, name, start, stop)
+                        ((_, origin),) = source.pieces(spec.index, name, start, stop)
+                        target.copy_(origin)
+
+    @staticmethod
+    def restore(specs: tuple[Any, ...], source: CapturedView, tokens: int, reserve: int = 0) -> Any:
+        cache: Any = TierCache(specs, reserve)
+        cache.open_restore(tokens, BLOCK)
+        Kit.copy_blocks(specs, source, RestoreView(cache, tokens), tokens)
+        cache.restored(tokens)
+        return cache
+
+    @staticmethod
+    def equal(ours: Any, theirs: Any) -> None:
+        """Every layer shows the same keys, values, length and mask sizes."""
+        for mine, plain in zip(ours.layers, theirs.layers, strict=True):
+            assert torch.equal(mine.keys, plain.keys)
+            assert torch.equal(mine.values, plain.values)
+            assert mine.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.fixture(scope="session")
+def kit() -> type[Kit]:
+    """The tools above, for test modules."""
+    return Kit

@@ -1,24 +1,67 @@
-"""Names of a manager's sessions, and the notes that destroyed ones leave."""
+"""Names of a manager's sessions, which of them is current, and the notes that dead ones leave."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
 from tierkv.errors import ConfigError
 
-__all__ = ["SessionNames", "SessionOptions"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierkv.layout import Space
+
+__all__ = ["CurrentSession", "SessionEntry", "SessionNames"]
+
+_T = TypeVar("_T")
+# one variable for all managers: contexts keep their variables alive for ever
+_CURRENT: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("tierkv-sessions", default=())
+_serial = itertools.count()
+
+
+class CurrentSession:
+    """Which session of one manager is current in this thread or task."""
+
+    def __init__(self) -> None:
+        self._me = next(_serial)
+
+    def get(self) -> str | None:
+        """Name of the current session, or None."""
+        return next((name for owner, name in _CURRENT.get() if owner == self._me), None)
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[str]:
+        """Make ``name`` current while the block runs; nests."""
+        others = (pair for pair in _CURRENT.get() if pair[0] != self._me)
+        token = _CURRENT.set(((self._me, name), *others))
+        try:
+            yield name
+        finally:
+            # left in another context than it was entered in (a generator that was collected,
+            # a framework that runs both halves in a pool): this context never had the name
+            with contextlib.suppress(ValueError):
+                _CURRENT.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How a session is opened in the engine, whatever the space."""
+class SessionEntry:
+    """How a session is opened in the engine, and the spaces in which it was.
 
+    ``spaces`` (by fingerprint) is changed on the engine's loop only.
+    """
+
+    name: str
     tenant: str
-    ttl: float | str | None
+    ttl: float | None
     fidelity: str
     salt: bytes
+    spaces: dict[bytes, Space] = field(default_factory=dict)
 
 
 class SessionNames:
@@ -26,69 +69,72 @@ class SessionNames:
 
     A name is buried in two steps, because ``__del__`` may run at any moment in any thread, even
     inside this class: :meth:`mark` only appends to a reentrant queue, and whatever is called
-    next carries it out.
+    next carries it out before it looks.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, SessionOptions] = {}
+        self._known: dict[str, SessionEntry] = {}
         self._marked: SimpleQueue[str] = SimpleQueue()
-        self._dead: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        self._guard = threading.Lock()
+        self._dead: SimpleQueue[SessionEntry] = SimpleQueue()
+        self._guard = threading.RLock()
 
     def __len__(self) -> int:
         return len(self.all())
 
-    def add(self, name: str, options: SessionOptions) -> None:
-        """Add a name.
+    def add(self, entry: SessionEntry) -> None:
+        """Add a session.
 
         Raises:
-            ConfigError: if it exists.
+            ConfigError: if the name is taken.
         """
-        self._sweep()
         with self._guard:
-            taken = name in self._known
-            if not taken:
-                self._known[name] = options
-        if taken:
-            raise ConfigError(f"session {name!r} exists; destroy it first, or use another name")
+            self._sweep()
+            if entry.name in self._known:
+                raise ConfigError(
+                    f"session {entry.name!r} exists; destroy it first, or use another name"
+                )
+            self._known[entry.name] = entry
 
-    def get(self, name: str) -> SessionOptions:
-        """Options of a session.
+    def get(self, name: str) -> SessionEntry:
+        """The session of this name.
 
         Raises:
-            ConfigError: if there is none of that name.
+            ConfigError: if there is none.
         """
-        self._sweep()
-        options = self._known.get(name)
-        if options is None:
+        with self._guard:
+            self._sweep()
+            entry = self._known.get(name)
+        if entry is None:
             raise ConfigError(f"no session {name!r}: create_session({name!r}) first")
-        return options
+        return entry
 
-    def all(self) -> dict[str, SessionOptions]:
+    def all(self) -> list[SessionEntry]:
         """Every session."""
-        self._sweep()
-        return dict(self._known)
+        with self._guard:
+            self._sweep()
+            return list(self._known.values())
 
     def mark(self, name: str) -> None:
         """Note that a session is gone. Never raises, never waits, reentrant."""
         self._marked.put(name)
 
-    def dead(self) -> list[tuple[str, str]]:
-        """(name, tenant) of sessions gone since the last call; for the engine's loop."""
-        self._sweep()
-        out = []
-        while True:
-            try:
-                out.append(self._dead.get_nowait())
-            except Empty:
-                return out
+    def dead(self) -> list[SessionEntry]:
+        """Sessions gone since the last call; for the engine's loop."""
+        with self._guard:
+            self._sweep()
+            return _drained(self._dead)
 
     def _sweep(self) -> None:
+        # under the guard: else a name taken off the queue could still be known to the next call
+        for name in _drained(self._marked):
+            entry = self._known.pop(name, None)
+            if entry is not None:
+                self._dead.put(entry)
+
+
+def _drained(queue: SimpleQueue[_T]) -> list[_T]:
+    out = []
+    with contextlib.suppress(Empty):
         while True:
-            try:
-                name = self._marked.get_nowait()
-            except Empty:
-                return
-            options = self._known.pop(name, None)  # one dict operation: atomic, no lock
-            if options is not None:
-                self._dead.put((name, options.tenant))
+            out.append(queue.get_nowait())
+    return out

@@ -1,132 +1,316 @@
-"""The engine on a loop in a thread of its own, and the portal that carries calls to it."""
+"""The engine on a loop in a thread of its own, and the way in for other threads.
+
+anyio's blocking portal makes two trips to the loop per call (one to start the task, one for the
+result) and leaves the work running when the waiting thread is interrupted. :class:`EngineLoop`
+makes one trip, and an interrupted call is cancelled and has ended before the caller gets its
+memory back.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
+import logging
+import os
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal
 
-from tierkv.engine import Engine
-from tierkv.errors import ClosedError
+from tierkv.errors import ClosedError, TierKVError
+from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from types import TracebackType
 
-    from tierkv.config import EngineConfig
-    from tierkv.engine import CloseReport
+    from anyio.abc import TaskGroup
 
-__all__ = ["EngineThread"]
+    from tierkv.engine import CloseReport, Engine
+
+__all__ = ["EngineLoop"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("tierkv.blocking")
 _NOT_OPEN = "the manager is not open: use it inside its 'with'"
+_FORKED = "this process was forked after the manager was opened: open a manager of its own here"
+_ABSORB_S = 5.0  # an interrupted call is at a cancellable await, or copies one slice
+_MARGIN_S = 5.0
 
 
-class EngineThread:
-    """Opens an engine in a daemon thread and calls it from any other thread."""
+class _Call(Generic[_T]):
+    """One call from a foreign thread: runs on the loop, while a lock holds the caller."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self._guard = threading.Lock()
-        self._portal: BlockingPortal | None = None
-        self._engine: Engine | None = None
+    __slots__ = ("_args", "_done", "_error", "_fn", "_gate", "_interrupted", "_result", "_task")
+
+    def __init__(self, fn: Callable[..., Awaitable[_T]], args: tuple[Any, ...]) -> None:
+        self._fn = fn
+        self._args = args
+        self._done = False
+        self._result: _T | None = None
+        self._error: BaseException | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._interrupted = False
+        self._gate = threading.Lock()  # a third of the cost of a concurrent Future
+        self._gate.acquire()
+
+    async def run(self) -> None:
+        """Do the work. Whatever it raises goes to the caller, so that the loop lives on."""
+        self._task = asyncio.current_task()
+        if self._interrupted:
+            self.end(None, ClosedError("interrupted before it began"))
+            return
+        try:
+            result = await self._fn(*self._args)
+        except asyncio.CancelledError:
+            self.end(None, ClosedError("the manager was closed while this call was under way"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self.end(None, error)
+        else:
+            self.end(result, None)
+
+    def end(self, result: _T | None, error: BaseException | None) -> None:
+        """Let the caller go. Idempotent; in the loop's thread."""
+        if not self._done:
+            self._done = True
+            self._result, self._error = result, error
+            self._gate.release()
+
+    def cancel(self) -> None:
+        """Cancel the work, begun or not; on the loop."""
+        self._interrupted = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def wait(self, within: float = -1) -> bool:
+        """Hold this thread until the work has ended, for at most ``within`` seconds."""
+        return self._gate.acquire(timeout=within)
+
+    def result(self) -> _T:
+        """What the work returned, or raise what it raised; after :meth:`wait`."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame: no cycle, no tensors kept alive
+        return self._result  # type: ignore[return-value]
+
+
+class EngineLoop:
+    """Runs an engine on a loop in a daemon thread and carries calls to it. Thread-safe.
+
+    The thread refers to this object, never to the manager: a manager that is forgotten can be
+    collected, and says so.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._name = engine.config.name
+        self._pid = os.getpid()
+        # guards only the flags and the hand-over; reentrant, because a finalizer may run inside
+        self._guard = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: Signal | None = None
+        self._calls: TaskGroup | None = None
+        self._pending: set[_Call[Any]] = set()
+        self._accepting = False
+        self._stopping = False
+        self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._report: CloseReport | None = None
 
-    def open(self) -> Self:
-        """Start the engine in its thread.
-
-        Raises:
-            ClosedError: if it was opened before.
-            BackendError: if a tier cannot be used.
-        """
-        if self._thread is not None:
-            raise ClosedError("a manager is opened once; make a new one")
-        ready = threading.Event()
-        # a daemon: a script that forgets close() must still end
-        self._thread = threading.Thread(
-            target=anyio.run,
-            args=(self._serve, ready),
-            name=f"{self.config.name}-loop",
-            daemon=True,
-        )
-        self._thread.start()
-        ready.wait()
-        if self._failure is not None:
-            self._thread.join()
-            raise self._failure
-        return self
-
-    async def _serve(self, ready: threading.Event) -> None:
-        engine = Engine(self.config)
-        try:
-            async with BlockingPortal() as portal:
-                await engine.start()
-                self._engine, self._portal = engine, portal
-                ready.set()
-                await portal.sleep_until_stopped()
-        except Exception as error:  # noqa: BLE001 - open() raises it in the caller's thread
-            self._failure = error
-        finally:
-            ready.set()
-
-    def close(self) -> CloseReport | None:
-        """Write what is queued, sync and close; bounded by ``close_timeout``. Idempotent."""
-        with self._guard:
-            portal, self._portal = self._portal, None
-        if portal is None or self._engine is None or self._thread is None:
-            return self._report
-        self._report = portal.call(self._engine.aclose)
-        with contextlib.suppress(RuntimeError):
-            portal.call(portal.stop)
-        self._thread.join()
-        return self._report
-
-    def __enter__(self) -> Self:
-        return self.open()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_portal", None) is not None:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
+    def __repr__(self) -> str:
+        state = "open" if self.is_open() else "closed" if self._thread else "new"
+        return f"<EngineLoop {self._name}: {state}, {len(self._pending)} calls>"
 
     @property
     def engine(self) -> Engine:
-        """The engine behind this manager; its methods belong to :meth:`call`.
+        """The engine; its methods belong to :meth:`call`.
 
         Raises:
-            ClosedError: if the manager is not open.
+            ClosedError: if it is not open.
         """
-        if self._portal is None or self._engine is None:
-            raise ClosedError(_NOT_OPEN)
+        if not self.is_open():
+            raise self._closed()
         return self._engine
 
-    def call(self, fn: Callable[..., Awaitable[_T]], *args: Any) -> _T:
-        """Run ``await fn(*args)`` on the engine's loop and wait for the result.
+    def is_open(self) -> bool:
+        """Whether calls are taken, in this process."""
+        return self._accepting and self._pid == os.getpid()
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(_FORKED if self._pid != os.getpid() else _NOT_OPEN)
+
+    # ------------------------------------------------------------------ life
+
+    def open(self) -> None:
+        """Start the loop and the engine.
 
         Raises:
-            ClosedError: if the manager is not open.
+            ClosedError: if it was opened before.
+            ConfigError: if a setting cannot be honoured.
+            BackendError: if a tier cannot be used. No thread is left behind.
         """
-        portal = self._portal
-        if portal is None:
-            raise ClosedError(_NOT_OPEN)
-        return portal.call(fn, *args)
+        with self._guard:
+            if self._thread is not None:
+                raise ClosedError("a manager is opened once; make a new one")
+            self._pid = os.getpid()
+            # a daemon: a script that forgets close() must still end
+            self._thread = threading.Thread(
+                target=self._main, name=f"{self._name}-loop", daemon=True
+            )
+            self._thread.start()
+        try:
+            self._ready.wait()
+        except BaseException:  # interrupted: nobody will close what is being opened
+            self.stop_soon()
+            raise
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._thread.join()
+            try:
+                raise failure
+            finally:
+                del failure
+        atexit.register(self._forgotten)
 
-    def poke(self, fn: Callable[..., object], *args: object) -> None:
-        """Run ``fn(*args)`` on the loop soon, if there is one; never raises, never waits."""
-        engine = self._engine
-        if engine is not None and self._portal is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is gone: nothing is left to do
-                engine.call_soon_threadsafe(fn, *args)
+    def _main(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:  # noqa: BLE001 - raised by open(), or logged
+            if self._ready.is_set():
+                _log.exception("%s: the loop of the manager ended", self._name)
+            self._failure = error
+        finally:
+            with self._guard:
+                self._accepting, self._stopping = False, True
+                left = list(self._pending)
+            for call in left:
+                call.end(None, ClosedError("the loop of the manager ended"))
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        engine, stop = self._engine, Signal()
+        with self._guard:
+            self._loop, self._stop = asyncio.get_running_loop(), stop
+            if self._stopping:
+                return
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.aclose()
+            raise
+        async with anyio.create_task_group() as calls:
+            with self._guard:
+                self._calls = calls
+                self._accepting = not self._stopping
+            self._ready.set()
+            await stop.wait()
+            self._report = await engine.aclose()
+            calls.cancel_scope.cancel()
+
+    def close(self) -> CloseReport | None:
+        """Close the engine and end the thread. Idempotent, from any number of threads.
+
+        Bounded: after about ``close_timeout`` for each thing that hangs, the thread is given up.
+
+        Returns:
+            What was not written; None if it was never open, belongs to another process, or hangs.
+
+        Raises:
+            TierKVError: if called on the engine's own loop.
+        """
+        if self._thread is None or self._pid != os.getpid():
+            return None
+        self._refuse_inside()
+        self.stop_soon()
+        config = self._engine.config
+        self._thread.join(float(config.close_timeout) * (len(config.tiers) + 3) + _MARGIN_S)
+        if self._thread.is_alive():
+            _log.error("%s: closing hangs; its thread is given up", self._name)
+        atexit.unregister(self._forgotten)
+        return self._report
+
+    def stop_soon(self) -> None:
+        """Take no more calls and begin to close, without waiting."""
+        with self._guard:
+            self._accepting, self._stopping = False, True
+            if self._loop is not None and self._stop is not None:
+                # calls handed over before this are begun before it: none is lost
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _forgotten(self) -> None:
+        # the interpreter exits; worker threads are gone already, so nothing more can be written
+        if self.is_open():
+            self._accepting = False
+            text = f"manager {self._name!r} was never closed: what was queued is not written"
+            _log.warning("%s", text)
+            warnings.warn(text, ResourceWarning, stacklevel=1)
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, fn: Callable[..., Awaitable[_T]], *args: Any) -> _T:
+        """Run ``await fn(*args)`` on the loop, in the caller's context, and wait for the result.
+
+        Interruption: a KeyboardInterrupt cancels the work, waits for its end (at most one slice
+        of a copy; a second interrupt does not wait), and is raised again.
+
+        Raises:
+            ClosedError: if it is not open, or is closed meanwhile.
+            TierKVError: if called on the engine's own loop, which would wait for itself.
+        """
+        self._refuse_inside()
+        if self._pid != os.getpid():
+            raise self._closed()
+        call = _Call(fn, args)
+        try:
+            with self._guard:
+                loop = self._loop
+                if not self._accepting or loop is None:
+                    raise self._closed()
+                self._pending.add(call)
+                loop.call_soon_threadsafe(self._begin, call)
+            call.wait()
+        except BaseException:
+            if call in self._pending:
+                self._interrupt(call)
+            raise
+        finally:
+            self._pending.discard(call)
+        return call.result()
+
+    def _begin(self, call: _Call[Any]) -> None:
+        if self._calls is None or self._report is not None:
+            call.end(None, self._closed())
+        else:
+            self._calls.start_soon(call.run)
+
+    def _interrupt(self, call: _Call[Any]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the call with it
+            self._loop.call_soon_threadsafe(call.cancel)
+        if not call.wait(_ABSORB_S):
+            _log.error("%s: an interrupted call does not end; its memory may change", self._name)
+
+    def soon(self, fn: Callable[[], object]) -> None:
+        """Run ``fn()`` on the loop soon, if it is open; takes no lock and never waits."""
+        loop = self._loop
+        if loop is not None and self.is_open():
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nothing is left to do
+                loop.call_soon_threadsafe(fn)
+
+    def is_inside(self) -> bool:
+        """Whether the calling thread is the loop's own."""
+        return threading.current_thread() is self._thread
+
+    def _refuse_inside(self) -> None:
+        if self.is_inside():
+            raise TierKVError(
+                "this would wait for the engine's own loop, on that loop: await the engine's "
+                "method instead"
+            )

@@ -235,10 +235,12 @@ class Storer:
         ):
             return False  # in vain: evict nothing for it
         if not request.demand:
-            room.before = self._at.index.touched[row] if row >= 0 else -1
+            index = self._at.index
+            room.before = index.touched[row] if row >= 0 and index.resident[row] else -1
         done = self._evictor.make(room, request.now)
         request.drops += room.drops
-        request.dirty = request.dirty or (not done and room.dirty)
+        # nobody demotes for the sake of what nobody waits for
+        request.dirty = request.dirty or (not done and room.dirty and request.demand)
         return done
 
     def _guard(self, request: _Request) -> None:
@@ -312,8 +314,8 @@ class Storer:
             elif index.resident[row] and index.generation[row] != slot.generation:
                 # replaced while it was being copied: the copy is of no use
                 index.pending[row] &= ~(1 << tier)
-                at.unhold(row)
                 at.settle(row)
+                at.unhold(row)
                 drops.append(
                     Drop(slot.item.part, tier, slot.generation, nbytes, EvictReason.REPLACED)
                 )
@@ -388,7 +390,7 @@ class Storer:
             index.pending[row] &= ~(1 << opened.tier)
             if reason is SkipReason.FAILED and not index.resident[row]:
                 at.history.note(slot.item.part, MissReason.FAILED, opened.tier, now)
+            at.settle(row)
             if opened.source is not None:
                 at.unhold(row)
-            at.settle(row)
         return at.collect()

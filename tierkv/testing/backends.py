@@ -13,134 +13,28 @@ pytest then runs every check (with anyio's plug-in). What the checks must catch 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tierkv.abc import OK, IoStatus, MemoryBackend, ReadRequest, StoredPart, WriteItem
-from tierkv.blocks import BlockKey, PartId, part_id
-from tierkv.buffers import Arena
-from tierkv.workers import Workers
+from tierkv.abc import OK, IoStatus, MemoryBackend, ReadRequest, StoredPart
+from tierkv.testing.bench import BackendBench, contents, name_part, part
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from tierkv.abc import Backend, Buffer, IoResult
+    from tierkv.abc import Backend
 
-__all__ = [
-    "BackendTests",
-    "DurableBackendTests",
-    "MemoryBackendTests",
-    "contents",
-    "name_part",
-    "part",
-]
+__all__ = ["BackendTests", "DurableBackendTests", "MemoryBackendTests"]
 
 _PAGE = 4096
 _SIZES = (1, 511, 4095, 4096, 4097, 3 * 4096 + 1, 100_000)
 
 
-def name_part(number: int, group: int = 0) -> PartId:
-    """Name of the ``number``-th part."""
-    return part_id(BlockKey(hashlib.sha256(b"part %d" % number).digest()), group)
-
-
-def part(number: int, nbytes: int, generation: int = 1, **fields: Any) -> StoredPart:
-    """The ``number``-th part, with plausible relations to others."""
-    parent = BlockKey(hashlib.sha256(b"part %d" % (number - 1)).digest()) if number else None
-    values: dict[str, Any] = {
-        "part": name_part(number),
-        "generation": generation,
-        "parent": parent,
-        "root": BlockKey(hashlib.sha256(b"root").digest()),
-        "nbytes": nbytes,
-        "tenant": "acme",
-    }
-    return StoredPart(**(values | fields))
-
-
-def contents(stored: StoredPart) -> bytes:
-    """The bytes that a test puts into this publication of a part: no two are alike."""
-    seed = int.from_bytes(hashlib.sha256(stored.part + b"%d" % stored.generation).digest(), "big")
-    return np.random.default_rng(seed).bytes(stored.nbytes)
-
-
-class Bench:
-    """An open backend with memory to read and write from."""
-
-    def __init__(self, backend: Backend, workers: Workers, found: Sequence[StoredPart]) -> None:
-        self.backend = backend
-        self.workers = workers
-        self.found = found
-        self.arena = Arena(16 << 20)
-
-    def item(self, stored: StoredPart) -> WriteItem:
-        """A filled buffer to write; whoever takes it need not release it."""
-        buffer = self.arena.allocate(stored.nbytes)
-        assert buffer is not None, "the test wants more memory than it has"
-        buffer.memory[:] = contents(stored)
-        return WriteItem(stored, buffer)
-
-    async def write(self, *parts: StoredPart) -> list[IoResult]:
-        """Write a batch and reuse its memory at once, as the engine does."""
-        items = [self.item(stored) for stored in parts]
-        results = await self.backend.write(items)
-        for item in items:
-            item.buffer.memory[:] = b"\xee" * item.stored.nbytes
-            item.buffer.release()
-        return results
-
-    async def read(self, *parts: StoredPart) -> list[bytes | IoStatus]:
-        """Read whole frames: their bytes, or why not."""
-        requests = [ReadRequest(p.part, p.generation, 0, p.nbytes) for p in parts]
-        buffers = [self._buffer(p.nbytes) for p in parts]
-        results = await self.backend.read(requests, [b.memory for b in buffers])
-        assert len(results) == len(parts)
-        seen = [
-            bytes(buffer.memory) if result == OK else result.status
-            for result, buffer in zip(results, buffers, strict=True)
-        ]
-        for buffer in buffers:
-            buffer.release()
-        return seen
-
-    def _buffer(self, nbytes: int) -> Buffer:
-        buffer = self.arena.allocate(nbytes)
-        assert buffer is not None, "the test wants more memory than it has"
-        return buffer
-
-
-@pytest.mark.anyio
-class BackendTests(ABC):
-    """What every backend must do."""
-
-    capacity: ClassVar[int] = 4 << 20
-    """Capacity that :meth:`make` is asked for."""
-
-    @abstractmethod
-    def make(self, root: Path, capacity: int) -> Backend:
-        """Return a new backend, not opened; the same root again means the same medium."""
-
-    @asynccontextmanager
-    async def opened(self, root: Path, capacity: int | None = None) -> AsyncIterator[Bench]:
-        """An open backend; closed at the end."""
-        workers = Workers(threads=2)
-        await workers.start()
-        try:
-            backend = self.make(root, capacity or self.capacity)
-            found = await backend.open(workers)
-            try:
-                yield Bench(backend, workers, found)
-            finally:
-                await backend.aclose()
-        finally:
-            await workers.aclose()
+class _ByteTests(BackendBench):
+    """Exactly the bytes that were put, or a miss."""
 
     async def test_round_trip(self, tmp_path: Path) -> None:
         """Frames of awkward sizes come back bit for bit, in one batch."""
@@ -153,7 +47,15 @@ class BackendTests(ABC):
         """Any range of a frame can be read, into memory of any alignment; the rest is untouched."""
         stored = part(0, 20_000)
         whole = contents(stored)
-        ranges = [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5000, 9000), (8192, 11_808), (19_999, 1)]
+        ranges = [
+            (0, 1),
+            (1, 1),
+            (4095, 2),
+            (4096, 4096),
+            (5000, 9000),
+            (8192, 11_808),
+            (19_999, 1),
+        ]
         async with self.opened(tmp_path) as bench:
             await bench.write(stored)
             for offset, length in ranges:
@@ -231,6 +133,58 @@ class BackendTests(ABC):
             await bench.backend.delete(names)
             assert bench.backend.stats().entries == 0
 
+    async def test_buffer_may_be_reused(self, tmp_path: Path) -> None:
+        """After ``write`` the caller's memory is its own again: the store holds a copy."""
+        stored = part(0, 50_000)
+        async with self.opened(tmp_path) as bench:
+            item = bench.item(stored)
+            assert await bench.backend.write([item]) == [OK]
+            item.buffer.memory[:] = bytes(stored.nbytes)
+            assert await bench.read(stored) == [contents(stored)]
+
+    async def test_bad_item_spares_the_batch(self, tmp_path: Path) -> None:
+        """One item that cannot be stored or read leaves the others of its batch alone."""
+        parts = [part(i, 5000) for i in range(3)]
+        newer = replace(parts[1], generation=9)
+        async with self.opened(tmp_path) as bench:
+            await bench.write(newer)
+            results = await bench.write(*parts)
+            assert [r.status for r in results] == [IoStatus.OK, IoStatus.MISSING, IoStatus.OK]
+            seen = await bench.read(*parts)
+            assert seen == [contents(parts[0]), IoStatus.MISSING, contents(parts[2])]
+
+    async def test_batches_in_flight_at_once(self, tmp_path: Path) -> None:
+        """Several batches may be under way together."""
+        async with self.opened(tmp_path) as bench:
+            jobs = [
+                bench.workers.spawn(bench.write, *(part(8 * i + j, 70_000) for j in range(4)))
+                for i in range(4)
+            ]
+            for job in jobs:
+                assert await job.wait() == [OK] * 4
+            parts = [part(8 * i + j, 70_000) for i in range(4) for j in range(4)]
+            readers = [bench.workers.spawn(bench.read, p) for p in parts]
+            for stored, reader in zip(parts, readers, strict=True):
+                assert await reader.wait() == [contents(stored)]
+
+    async def test_cancelled_read_leaves_the_buffer_alone(self, tmp_path: Path) -> None:
+        """When a cancelled read has ended, nobody writes into its buffer any more."""
+        stored = part(0, 1_000_000)
+        async with self.opened(tmp_path) as bench:
+            await bench.write(stored)
+            for delay in (0.0, 0.0002, 0.001):
+                target = memoryview(bytearray(stored.nbytes))
+                request = ReadRequest(stored.part, 1, 0, stored.nbytes)
+                job = bench.workers.spawn(_cut_short, bench.backend, request, target, delay)
+                await job.wait()
+                after = bytes(target)
+                await asyncio.sleep(0.05)
+                assert bytes(target) == after, "written after the call had ended"
+
+
+class _AccountTests(BackendBench):
+    """Capacity, figures, life cycle."""
+
     async def test_full_is_a_result(self, tmp_path: Path) -> None:
         """Beyond the capacity frames are FULL: nothing raises, nothing stored is lost."""
         size = self.capacity // 8
@@ -289,54 +243,6 @@ class BackendTests(ABC):
         for size, charge in zip(sizes, charges, strict=True):
             assert size <= charge <= max(-(-size // _PAGE) * _PAGE / 0.875, size + _PAGE)
 
-    async def test_buffer_may_be_reused(self, tmp_path: Path) -> None:
-        """After ``write`` the caller's memory is its own again: the store holds a copy."""
-        stored = part(0, 50_000)
-        async with self.opened(tmp_path) as bench:
-            item = bench.item(stored)
-            assert await bench.backend.write([item]) == [OK]
-            item.buffer.memory[:] = bytes(stored.nbytes)
-            assert await bench.read(stored) == [contents(stored)]
-
-    async def test_bad_item_spares_the_batch(self, tmp_path: Path) -> None:
-        """One item that cannot be stored or read leaves the others of its batch alone."""
-        parts = [part(i, 5000) for i in range(3)]
-        newer = replace(parts[1], generation=9)
-        async with self.opened(tmp_path) as bench:
-            await bench.write(newer)
-            results = await bench.write(*parts)
-            assert [r.status for r in results] == [IoStatus.OK, IoStatus.MISSING, IoStatus.OK]
-            seen = await bench.read(*parts)
-            assert seen == [contents(parts[0]), IoStatus.MISSING, contents(parts[2])]
-
-    async def test_batches_in_flight_at_once(self, tmp_path: Path) -> None:
-        """Several batches may be under way together."""
-        async with self.opened(tmp_path) as bench:
-            jobs = [
-                bench.workers.spawn(bench.write, *(part(8 * i + j, 70_000) for j in range(4)))
-                for i in range(4)
-            ]
-            for job in jobs:
-                assert await job.wait() == [OK] * 4
-            parts = [part(8 * i + j, 70_000) for i in range(4) for j in range(4)]
-            readers = [bench.workers.spawn(bench.read, p) for p in parts]
-            for stored, reader in zip(parts, readers, strict=True):
-                assert await reader.wait() == [contents(stored)]
-
-    async def test_cancelled_read_leaves_the_buffer_alone(self, tmp_path: Path) -> None:
-        """When a cancelled read has ended, nobody writes into its buffer any more."""
-        stored = part(0, 1_000_000)
-        async with self.opened(tmp_path) as bench:
-            await bench.write(stored)
-            for delay in (0.0, 0.0002, 0.001):
-                target = memoryview(bytearray(stored.nbytes))
-                request = ReadRequest(stored.part, 1, 0, stored.nbytes)
-                job = bench.workers.spawn(_cut_short, bench.backend, request, target, delay)
-                await job.wait()
-                after = bytes(target)
-                await asyncio.sleep(0.05)
-                assert bytes(target) == after, "written after the call had ended"
-
     async def test_close_is_idempotent(self, tmp_path: Path) -> None:
         """``aclose`` may be called twice, or without ``open``."""
         async with self.opened(tmp_path) as bench:
@@ -344,6 +250,11 @@ class BackendTests(ABC):
             await bench.backend.aclose()
             await bench.backend.aclose()
         await self.make(tmp_path / "other", self.capacity).aclose()
+
+
+@pytest.mark.anyio
+class BackendTests(_ByteTests, _AccountTests):
+    """What every backend must do."""
 
 
 @pytest.mark.anyio

@@ -1,0 +1,263 @@
+"""The pipeline: what is stored for a view, and what for another frame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tierkv import views
+from tierkv.abc import View
+from tierkv.blocks import Identity
+from tierkv.chains import parse_chain
+from tierkv.errors import CapacityError, ConfigError, LayoutError
+from tierkv.layout import Layout, Space
+from tierkv.pipeline import Encoded, Pipeline
+from tierkv.sections import deliver
+from tierkv.testing.codecs import same_bits, sample
+from tierkv.testing.parts import (
+    BLOCK,
+    MIXED,
+    label_for,
+    memory_for,
+    mixed_space,
+    new_frame,
+    one_layer,
+    opened,
+    read,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHAINS = ["raw", "lz4", "zstd", "int8", "int8+lz4", "int8+zstd"]
+LOSSLESS = ["raw", "lz4", "zstd"]
+
+
+# ------------------------------------------------------------------------- what is stored
+
+
+def test_label_travels() -> None:
+    space = one_layer("float32")
+    label: dict[str, Any] = {
+        "fidelity": "derived:int8",
+        "expires": 5.5,
+        "parent": None,
+        "generation": 2**40,
+    }
+    view = memory_for(space.layout, BLOCK, 1)
+    frame, _, named = new_frame(Pipeline(space), view, tokens=3, **label)
+    header = opened(frame, space, named)
+    for field in (
+        "part",
+        "generation",
+        "root",
+        "parent",
+        "fidelity",
+        "tokens",
+        "tenant",
+        "expires",
+    ):
+        assert getattr(header, field) == getattr(named, field)
+    assert header.space == space.fingerprint
+    assert header.block_tokens == BLOCK
+
+
+def test_raw_frames_have_a_fixed_size_and_nothing_pays_less() -> None:
+    space = mixed_space()
+    view = memory_for(MIXED, BLOCK, 1)
+    for chain in CHAINS:
+        pipeline = Pipeline(space, chain)
+        for group in range(4):
+            for tokens in (0, 1, 7, BLOCK):
+                encoded = new_frame(pipeline, view, group=group, tokens=tokens)[1]
+                bound = pipeline.max_bytes(group, tokens)
+                assert encoded.nbytes <= bound == Pipeline(space).fixed_bytes(group, tokens)
+                if chain == "raw":
+                    assert encoded.nbytes == bound
+                else:
+                    assert pipeline.fixed_bytes(group, tokens) is None
+
+
+def test_stored_raw_when_it_does_not_pay() -> None:
+    space = one_layer("bfloat16")
+    noise = torch.randint(0, 256, (2, BLOCK, 64), dtype=torch.uint8).view(torch.bfloat16)
+    frame, encoded, label = new_frame(Pipeline(space, "lz4"), views.dense([(noise, noise)]))
+    assert {s.chain for s in opened(frame, space, label).sections} == {"raw"}
+    assert encoded.nbytes == Pipeline(space).max_bytes(0)
+    assert encoded.fallbacks == 0
+    zeros = torch.zeros_like(noise)
+    frame, encoded, label = new_frame(Pipeline(space, "lz4"), views.dense([(zeros, zeros)]))
+    assert {s.chain for s in opened(frame, space, label).sections} == {"lz4"}
+    assert encoded.nbytes < Pipeline(space).max_bytes(0) / 1.2
+
+
+@pytest.mark.parametrize("chain", ["int8", "int8+zstd"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_i4_values_that_int8_refuses_are_kept_exactly(chain: str, bad: float) -> None:
+    space = one_layer("bfloat16")
+    k, v = (
+        sample("bfloat16", (2, BLOCK, 32), 1),
+        sample("bfloat16", (2, BLOCK, 32), 2),
+    )
+    v[1, 3, 5] = bad
+    frame, encoded, label = new_frame(Pipeline(space, chain), views.dense([(k, v)]))
+    assert encoded.fallbacks == 1
+    assert not encoded.lossless
+    stored = {s.tensor: s.chain for s in opened(frame, space, label).sections}
+    assert stored["k"].startswith("int8")
+    assert stored["v"] in ("raw", "zstd")
+    into = (torch.zeros_like(k), torch.zeros_like(v))
+    deliver(opened(frame, space, label), frame, views.dense([into]), 0)
+    assert same_bits(into[1], v)
+
+
+def test_lossless_says_what_happened_not_what_was_asked() -> None:
+    whole = mixed_space()
+    state = new_frame(Pipeline(whole, "int8"), memory_for(MIXED, BLOCK, 1), group=3)[1]
+    assert state.lossless, "recurrent states stay lossless"
+    integers = one_layer("int8")
+    assert new_frame(Pipeline(integers, "int8"), memory_for(integers.layout, BLOCK, 1))[1].lossless
+    floats = one_layer("bfloat16")
+    pipeline = Pipeline(floats, "int8")
+    assert not pipeline.lossless
+    assert not new_frame(pipeline, memory_for(floats.layout, BLOCK, 1))[1].lossless
+
+
+@pytest.mark.parametrize("chain", ["int8", "int8+zstd", "zstd"])
+def test_compressed_frames_are_smaller(chain: str) -> None:
+    space = Space(Identity("m", "r"), Layout.uniform(2, 4, 128, "bfloat16"), 64)
+    view = memory_for(space.layout, 64, 3)
+    encoded = new_frame(Pipeline(space, chain), view)[1]
+    assert encoded.raw_bytes / encoded.nbytes > (1.2 if chain == "zstd" else 1.7)
+
+
+def test_frames_are_deterministic() -> None:
+    space = mixed_space()
+    for chain in CHAINS:
+        one, two = (new_frame(Pipeline(space, chain), memory_for(MIXED, BLOCK, 4))[0] for _ in "ab")
+        assert one == two
+
+
+# ------------------------------------------------------------------------- transcoding
+
+
+@pytest.mark.parametrize("source", CHAINS)
+@pytest.mark.parametrize("target", CHAINS)
+def test_transcoding_equals_encoding_or_keeps_the_loss(source: str, target: str) -> None:
+    space = mixed_space()
+    view = memory_for(MIXED, BLOCK, 1)
+    frame, first, label = new_frame(Pipeline(space, source), view)
+    header = opened(frame, space, label)
+    pipeline = Pipeline(space, target)
+    out = memoryview(bytearray(b"\xdb" * pipeline.max_bytes(0)))
+    second = pipeline.transcode(header, frame, out)
+    found = opened(out[: second.nbytes], space, label)
+    assert found.generation == label.generation
+    if source in LOSSLESS:
+        straight = new_frame(pipeline, view)
+        assert out[: second.nbytes] == straight[0]
+        assert second == straight[1]
+        return
+    assert not first.lossless
+    assert not second.lossless, "a lossy section passes for lossless"
+    assert all(s.chain.startswith("int8") for s in found.sections)
+    one, two = memory_for(MIXED, BLOCK, None), memory_for(MIXED, BLOCK, None)
+    deliver(header, frame, one, 0)
+    deliver(found, out, two, 0)
+    left, right = (read(v, MIXED, 0, 0, BLOCK) for v in (one, two))
+    assert all(same_bits(left[key], right[key]) for key in left), "lost more on the way"
+
+
+def test_transcoding_counts_refusals() -> None:
+    space = one_layer("float32")
+    k = sample("float32", (2, BLOCK, 32))
+    k[0, 0, 0] = float("nan")
+    frame, _, label = new_frame(Pipeline(space), views.dense([(k, k)]))
+    pipeline = Pipeline(space, "int8")
+    out = memoryview(bytearray(pipeline.max_bytes(0)))
+    done = pipeline.transcode(opened(frame, space, label), frame, out)
+    assert done == Encoded(pipeline.max_bytes(0), 2 * k.numel() * 4, True, 2)
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+def test_views_that_do_not_fit_are_refused_and_untouched() -> None:
+    space = one_layer("bfloat16")
+    good = sample("bfloat16", (2, BLOCK, 32))
+    frame, _, label = new_frame(Pipeline(space), views.dense([(good, good)]))
+    header = opened(frame, space, label)
+    for wrong in (
+        good[:1],
+        good[..., :31],
+        good.half(),
+        good.view(torch.int16),
+        good[:, : BLOCK - 1],
+    ):
+        with pytest.raises(LayoutError):
+            new_frame(Pipeline(space), views.dense([(good, wrong)]))
+        first = torch.zeros_like(good)
+        with pytest.raises(LayoutError):
+            deliver(header, frame, views.dense([(first, wrong.clone())]), 0)
+        assert not bool(first.any()), "written before the view was checked"
+
+
+class _Lying(View):
+    def __init__(self, given: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.given = given
+
+    def pieces(
+        self, layer: int, tensor: str, start: int, stop: int
+    ) -> Sequence[tuple[int, torch.Tensor]]:
+        return self.given
+
+
+@pytest.mark.parametrize("cuts", [[(0, 8)], [(0, 8), (9, 16)], [(0, 8), (4, 12)], [], [(0, 20)]])
+def test_views_that_lie_are_refused(cuts: list[tuple[int, int]]) -> None:
+    space = one_layer("bfloat16")
+    k = sample("bfloat16", (2, 32, 32))
+    with pytest.raises(LayoutError):
+        new_frame(Pipeline(space), _Lying([(a, k[:, a:b]) for a, b in cuts]))
+
+
+def test_buffers_that_are_too_small_are_refused() -> None:
+    space = one_layer("bfloat16")
+    for chain in CHAINS:
+        pipeline = Pipeline(space, chain)
+        out = memoryview(bytearray(pipeline.max_bytes(0) - 1))
+        with pytest.raises(CapacityError):
+            pipeline.encode(label_for(space), memory_for(space.layout, BLOCK, 1), 0, out)
+
+
+def test_parts_that_do_not_exist_are_refused() -> None:
+    space = one_layer("bfloat16")
+    with pytest.raises(LayoutError, match="group 1"):
+        Pipeline(space).max_bytes(1)
+    with pytest.raises(LayoutError, match="17"):
+        Pipeline(space).max_bytes(0, BLOCK + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("raw", "raw"),
+        ("zstd", "zstd"),
+        ("raw+zstd", "zstd"),
+        (" int8 + zstd ", "int8+zstd"),
+        ("int8", "int8"),
+    ],
+)
+def test_chains_have_one_name(text: str, name: str) -> None:
+    assert parse_chain(text).name == name
+    assert Pipeline(one_layer("bfloat16"), text).chain == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "+", "zstd+", "zstdd", "zstd+int8", "raw+int8", "zstd+lz4", "zstd+zstd", "zstd,lz4"],
+)
+def test_chains_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"zstd|chain"):
+        parse_chain(text)
