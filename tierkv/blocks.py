@@ -178,7 +178,7 @@ def tail_key(parent: BlockKey, owner: str, tokens: bytes) -> BlockKey:
     return BlockKey(hashlib.sha256(fields).digest())
 
 
-def pack_tokens(token_ids: Iterable[int]) -> array[int]:
+def _pack_tokens(token_ids: Iterable[int]) -> array[int]:
     """Pack token ids as unsigned 32-bit integers.
 
     Raises:
@@ -214,7 +214,7 @@ class KeyChain:
         """Count how many leading tokens of ``token_ids`` this chain already holds."""
         mine = self.tokens
         limit = min(len(mine), len(token_ids))
-        other = pack_tokens(token_ids[:limit])
+        other = _pack_tokens(token_ids[:limit])
         if mine[:limit] == other:
             return limit
         low, high = 0, limit  # invariant: the first `low` agree, the first `high` do not
@@ -236,7 +236,7 @@ class KeyChain:
             LayoutError: if a token id does not fit 32 bits; the chain is then unchanged.
         """
         shared = self.common_tokens(token_ids)
-        fresh = pack_tokens(token_ids[shared:])
+        fresh = _pack_tokens(token_ids[shared:])
         media = tuple(sorted(media, key=lambda m: (m.position, m.digest)))
         if media != self._media:
             first = min(

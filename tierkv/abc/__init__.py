@@ -1,0 +1,42 @@
+"""The seams: what a backend, a codec, a policy, an observer and a view must do.
+
+Third parties implement these and prove it with the suites of :mod:`tierkv.testing`.
+"""
+
+from tierkv.abc.backends import (
+    OK,
+    Backend,
+    BackendStats,
+    Buffer,
+    IoResult,
+    IoStatus,
+    MemoryBackend,
+    ReadRequest,
+    StoredPart,
+    Threads,
+    WriteItem,
+)
+from tierkv.abc.codecs import BytesCodec, TensorBytesCodec, TensorCodec
+from tierkv.abc.observers import Observer
+from tierkv.abc.policies import Policy
+from tierkv.abc.views import View
+
+__all__ = [
+    "OK",
+    "Backend",
+    "BackendStats",
+    "Buffer",
+    "BytesCodec",
+    "IoResult",
+    "IoStatus",
+    "MemoryBackend",
+    "Observer",
+    "Policy",
+    "ReadRequest",
+    "StoredPart",
+    "TensorBytesCodec",
+    "TensorCodec",
+    "Threads",
+    "View",
+    "WriteItem",
+]

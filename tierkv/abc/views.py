@@ -1,0 +1,52 @@
+"""The caller's KV memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+from tierkv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+__all__ = ["View"]
+
+
+class View(ABC):
+    """The caller's KV memory, seen token by token: index 0 is always token 0.
+
+    A view owns no memory and copies none; it hands out strided pieces of the caller's tensors.
+    """
+
+    owned_by_engine: ClassVar[bool] = False
+
+    @abstractmethod
+    def pieces(
+        self, layer: int, tensor: str, start: int, stop: int
+    ) -> Sequence[tuple[int, torch.Tensor]]:
+        """Tensors that hold tokens ``[start, stop)``, in order.
+
+        Returns:
+            Pairs (first token of the piece, tensor ``[heads, tokens, dim]``), which together cover
+            the range exactly.
+
+        Raises:
+            LayoutError: if the range is not backed by memory.
+        """
+
+    def state(self, layer: int, tensor: str) -> torch.Tensor:
+        """The whole tensor of a recurrent layer.
+
+        Raises:
+            LayoutError: if the view has no state.
+        """
+        raise LayoutError(f"{type(self).__name__} holds no state (layer {layer}, {tensor!r})")
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Entered around every write into the pieces (inference mode, locks)."""
+        return nullcontext()
