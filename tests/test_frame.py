@@ -241,6 +241,22 @@ def test_d7_no_section_is_trusted(what: str) -> None:
         decode_header(frame)
 
 
+def test_d7_a_section_longer_than_its_tensor_is_refused() -> None:
+    # everything else about it is consistent, so that only this rule can tell
+    header = make_header()
+    *rest, last = header.sections
+    for more in (0, 1, ALIGN):
+        longer = last._replace(chain="zstd", nbytes=last.raw_bytes + more)
+        changed = replace(header, sections=(*rest, longer), frame_bytes=longer.end)
+        frame = bytearray(changed.frame_bytes)
+        encode_header(changed, memoryview(frame))
+        if more == 0:
+            assert decode_header(frame) == changed
+        else:
+            with pytest.raises(IntegrityError, match="raw"):
+                decode_header(frame)
+
+
 def test_overlaps_and_gaps_are_refused() -> None:
     header = make_header()
     first, second, *rest = header.sections

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,6 +136,21 @@ def test_compressed_frames_are_smaller(chain: str) -> None:
     assert encoded.raw_bytes / encoded.nbytes > (1.2 if chain == "zstd" else 1.7)
 
 
+def test_nothing_of_a_recycled_buffer_stays_in_a_frame() -> None:
+    # what was there may be another tenant's; headers, paddings and payloads must all be written
+    space = mixed_space()
+    for chain in CHAINS:
+        pipeline = Pipeline(space, chain)
+        for group in range(4):
+            label = label_for(space, group=group, tokens=3)
+            frames = []
+            for fill in (b"\0", b"\xdb"):
+                out = memoryview(bytearray(fill * pipeline.max_bytes(group, 3)))
+                done = pipeline.encode(label, memory_for(MIXED, BLOCK, 4), 0, out)
+                frames.append(bytes(out[: done.nbytes]))
+            assert frames[0] == frames[1], (chain, group)
+
+
 def test_frames_are_deterministic() -> None:
     space = mixed_space()
     for chain in CHAINS:
@@ -261,3 +279,11 @@ def test_chains_have_one_name(text: str, name: str) -> None:
 def test_chains_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"zstd|chain"):
         parse_chain(text)
+
+
+def test_importing_loads_no_torch() -> None:
+    core = [f"tierkv.{name}" for name in ("pipeline", "sections", "chains")]
+    codecs = [f"tierkv_codecs.{name}" for name in ("raw", "lz4", "zstd", "int8")]
+    code = f"import sys, {', '.join(core + codecs)}; sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

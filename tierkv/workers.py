@@ -16,14 +16,14 @@ import functools
 import logging
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import anyio
 
 from tierkv.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from anyio.abc import TaskGroup
 
@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tierkv.workers")
 _LONG_THREADS = 64
 _BACKOFF_S = (0.01, 0.1, 1.0, 5.0)
+_HEALTHY_S = 60.0  # a worker that ran so long starts over with the shortest back-off
+_GIVE_UP_S = 1.0
 
 
 class Signal:
@@ -42,7 +44,7 @@ class Signal:
 
     def __init__(self) -> None:
         self._set = False
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: set[asyncio.Future[None]] = set()
 
     def is_set(self) -> bool:
         """Whether :meth:`set` was called."""
@@ -52,31 +54,60 @@ class Signal:
         """Wake every waiter, now and later. Idempotent; call on the loop."""
         self._set = True
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+            _finish(waiter)
 
-    async def wait(self) -> None:
-        """Return once the switch is set."""
+    async def wait(self, within: float | None = None) -> bool:
+        """Wait until the switch is set, for at most ``within`` seconds; whether it is set."""
         if self._set:
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+            return True
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        timer = None if within is None else loop.call_later(max(within, 0.0), _finish, waiter)
+        self._waiters.add(waiter)
         try:
             await waiter
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            self._waiters.discard(waiter)
+            if timer is not None:
+                timer.cancel()
+        return self._set
+
+    async def outlast(self, within: float | None = None) -> bool:
+        """Like :meth:`wait`, but a cancellation has to wait as well; it is re-raised afterwards."""
+        try:
+            return await self.wait(within)
+        except asyncio.CancelledError as error:
+            await self.after(error, within)
+
+    async def after(
+        self, cancelled: asyncio.CancelledError, within: float | None = None
+    ) -> NoReturn:
+        """Wait although the caller was cancelled; then raise the cancellation."""
+        loop = asyncio.get_running_loop()
+        end = None if within is None else loop.time() + within
+        # a cancelled scope cancels again at every turn of the loop unless a shield stops it
+        with anyio.CancelScope(shield=True):
+            while not self._set and (end is None or loop.time() < end):
+                try:
+                    await self.wait(None if end is None else end - loop.time())
+                except asyncio.CancelledError as error:
+                    cancelled = error  # a native one: no scope may swallow it
+        raise cancelled
 
 
 class Job(Generic[_T]):
-    """Engine-owned work: goes on whoever waits for it, or stops waiting."""
+    """Engine-owned work: goes on whoever waits for it, or stops waiting.
 
-    __slots__ = ("_done", "_error", "_result", "name")
+    Attributes:
+        name: For people.
+        ended: Set when the work is over, well or not.
+    """
+
+    __slots__ = ("_error", "_result", "ended", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._done = Signal()
+        self.ended = Signal()
         self._result: _T | None = None
         self._error: BaseException | None = None
 
@@ -86,7 +117,7 @@ class Job(Generic[_T]):
 
     def done(self) -> bool:
         """Whether the work ended, well or not."""
-        return self._done.is_set()
+        return self.ended.is_set()
 
     async def wait(self) -> _T:
         """Wait for the result. Cancelling the waiter leaves the job alone.
@@ -94,14 +125,14 @@ class Job(Generic[_T]):
         Raises:
             BaseException: whatever the job raised.
         """
-        await self._done.wait()
+        await self.ended.wait()
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
     def _end(self, result: _T | None, error: BaseException | None) -> None:
         self._result, self._error = result, error
-        self._done.set()
+        self.ended.set()
 
 
 class Workers:
@@ -127,15 +158,17 @@ class Workers:
         self._io: ThreadPoolExecutor | None = None
         self._long: ThreadPoolExecutor | None = None
         self._runner: asyncio.Task[None] | None = None
-        self._group: TaskGroup | None = None
-        self._stop: Signal | None = None
+        self._jobs: TaskGroup | None = None
+        self._closers: TaskGroup | None = None
+        self._stop, self._quiet, self._end, self._gone = Signal(), Signal(), Signal(), Signal()
         self._stopped = False
-        self._abandoned = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: set[Signal] = set()
 
     def __repr__(self) -> str:
-        state = "closed" if self._stopped else "running" if self._group else "new"
+        state = "closed" if self._stopped else "running" if self._jobs else "new"
         return f"<Workers {self.name}: {state}, {self.tasks_spawned} jobs, {self.thread_hops} hops>"
+
+    # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Start the runner task on the running loop.
@@ -145,8 +178,7 @@ class Workers:
         """
         if self._runner is not None:
             raise ClosedError("workers cannot be started twice")
-        self._io = ThreadPoolExecutor(self._threads, f"{self.name}-io")
-        self._stop = Signal()
+        self._io = self._pool()
         ready = Signal()
         # The single create_task of the project: the runner outlives every caller.
         self._runner = asyncio.get_running_loop().create_task(
@@ -154,44 +186,65 @@ class Workers:
         )
         await ready.wait()
 
-    async def _run(self, ready: Signal) -> None:
-        assert self._stop is not None
-        async with anyio.create_task_group() as group:
-            self._group = group
-            ready.set()
-            await self._stop.wait()
-            self._group = None
-            group.cancel_scope.cancel()
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._threads, f"{self.name}-io")
 
-    async def aclose(self, grace: float = 10.0) -> None:
-        """Cancel what still runs, end the runner and the idle threads. Idempotent, bounded.
+    async def _run(self, ready: Signal) -> None:
+        try:
+            async with anyio.create_task_group() as closers:
+                async with anyio.create_task_group() as jobs:
+                    self._jobs, self._closers = jobs, closers
+                    ready.set()
+                    await self._stop.wait()
+                    self._jobs = None
+                    jobs.cancel_scope.cancel()
+                self._quiet.set()
+                await self._end.wait()
+                self._closers = None
+                closers.cancel_scope.cancel()
+        finally:
+            self._jobs = self._closers = None
+            for signal in (ready, self._quiet, self._gone):
+                signal.set()
+
+    async def quiesce(self, grace: float = 10.0) -> None:
+        """Cancel every job and wait for its end; only :meth:`outlast` works afterwards. Idempotent.
 
         A thread that hangs in the medium is given up after ``grace`` seconds: whoever waits for
         it gets :class:`~tierkv.errors.ClosedError`, and the memory it may touch is never reused.
+
+        Cancellation: re-raised at the end, which comes within ``grace`` and one second.
+        """
+        if self._runner is None:
+            return
+        self._stop.set()
+        if await self._quiet.outlast(grace):
+            return
+        _log.error("%s: worker threads hang and are given up", self.name)
+        old, self._io = (self._io, self._long), self._pool()
+        self._long = None
+        _shut(old)
+        for signal in list(self._waiting):
+            signal.set()
+        await self._quiet.outlast(_GIVE_UP_S)
+
+    async def aclose(self, grace: float = 10.0) -> None:
+        """:meth:`quiesce`, then end the runner and the idle threads. Idempotent, bounded.
+
+        Cancellation: re-raised once everything is closed.
         """
         if self._stopped:
             return
         self._stopped = True
-        if self._stop is not None and self._runner is not None:
-            self._stop.set()
-            if not await self._runner_ended(grace):
-                _log.error("%s: worker threads hang and are given up", self.name)
-                self._abandoned = True
-                for waiter in list(self._waiting):
-                    _finish(waiter)
-                await self._runner_ended(grace)
-        for pool in (self._io, self._long):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _runner_ended(self, within: float) -> bool:
-        assert self._runner is not None
-        ended = Signal()
-        timer = asyncio.get_running_loop().call_later(within, ended.set)
-        self._runner.add_done_callback(lambda _: ended.set())
-        await ended.wait()
-        timer.cancel()
-        return self._runner.done()
+        try:
+            await self.quiesce(grace)
+        finally:
+            self._end.set()
+            try:
+                if self._runner is not None:
+                    await self._gone.outlast(_GIVE_UP_S)
+            finally:
+                _shut((self._io, self._long))
 
     # ------------------------------------------------------------------ jobs
 
@@ -203,11 +256,34 @@ class Workers:
         Raises:
             ClosedError: if the engine was closed.
         """
-        if self._group is None:
+        return self._start(self._jobs, fn, args, name)
+
+    async def outlast(self, fn: Callable[..., Awaitable[_T]], *args: object) -> _T:
+        """Run ``await fn(*args)`` in a task of its own and wait for its end, come what may.
+
+        For what must not be cut in half and has no engine to belong to: opening and closing.
+
+        Raises:
+            ClosedError: if the runner has ended.
+
+        Cancellation: re-raised once ``fn`` is done.
+        """
+        job = self._start(self._closers, fn, args, None)
+        await job.ended.outlast()
+        return await job.wait()
+
+    def _start(
+        self,
+        group: TaskGroup | None,
+        fn: Callable[..., Awaitable[_T]],
+        args: tuple[object, ...],
+        name: str | None,
+    ) -> Job[_T]:
+        if group is None:
             raise ClosedError("the engine is closed")
         job: Job[_T] = Job(name or str(getattr(fn, "__qualname__", "job")))
         self.tasks_spawned += 1
-        self._group.start_soon(self._guard, job, fn, args, name=job.name)
+        group.start_soon(self._guard, job, fn, args, name=job.name)
         return job
 
     async def _guard(
@@ -230,14 +306,18 @@ class Workers:
         return self.spawn(self._supervised, name, loop_fn, name=name)
 
     async def _supervised(self, name: str, loop_fn: Callable[[], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
         failures = 0
         while True:
+            began = loop.time()
             try:
                 await loop_fn()
             except Exception:  # noqa: BLE001 - a broken loop must come back, whatever broke it
                 _log.exception("background worker %s failed and is restarted", name)
                 if self._on_restart is not None:
                     self._on_restart(name)
+                if loop.time() - began > _HEALTHY_S:
+                    failures = 0
                 await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
             else:
@@ -270,39 +350,37 @@ class Workers:
     async def _absorb(
         self, pool: ThreadPoolExecutor, fn: Callable[..., _T], args: tuple[object, ...]
     ) -> _T:
+        done = Signal()
         loop = asyncio.get_running_loop()
         try:
             work: ThreadFuture[_T] = pool.submit(contextvars.copy_context().run, fn, *args)
         except RuntimeError as error:  # the pool was shut down
             raise ClosedError("the engine is closed") from error
-        cancelled: asyncio.CancelledError | None = None
-        while not work.done() and not self._abandoned:
-            waiter = loop.create_future()
-            work.add_done_callback(functools.partial(_wake, loop, waiter))
-            self._waiting.add(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError as error:
-                if work.cancel():
-                    raise
-                cancelled = error
-            finally:
-                self._waiting.discard(waiter)
-        if cancelled is not None:
-            if work.done() and not work.cancelled():
-                work.exception()
-            raise cancelled
+        work.add_done_callback(functools.partial(_wake, loop, done))
+        self._waiting.add(done)
+        try:
+            await done.wait()
+        except asyncio.CancelledError as error:
+            if not work.cancel():  # a thread has taken it up
+                await done.after(error)
+            raise
+        finally:
+            self._waiting.discard(done)
         if work.cancelled() or not work.done():
             raise ClosedError("the engine was closed before a worker thread was done with this")
         return work.result()
 
 
-def _wake(
-    loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None], _: ThreadFuture[_T]
-) -> None:
+def _shut(pools: Iterable[ThreadPoolExecutor | None]) -> None:
+    for pool in pools:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, done: Signal, _: ThreadFuture[_T]) -> None:
     # the loop may be gone by now: then nobody waits any more
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_finish, waiter)
+        loop.call_soon_threadsafe(done.set)
 
 
 def _finish(waiter: asyncio.Future[None]) -> None:

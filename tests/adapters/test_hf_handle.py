@@ -401,8 +401,7 @@ async def test_a_hanging_read_does_not_hold_a_cancelled_caller(
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: kv.generate(ids, session="b", **GREEDY))
             await hanging.wait()
-            with anyio.fail_after(5):
-                group.cancel_scope.cancel()
+            group.cancel_scope.cancel()  # the group ends although the read still hangs
         gate.set()
         again = await kv.generate(ids, session="b", **GREEDY)
         assert again.output_ids == first.output_ids

@@ -112,6 +112,7 @@ class Machine(RuleBasedStateMachine):
         ttl=TTLS,
         session=st.booleans(),
         demand=st.sampled_from([True, True, True, False]),
+        at_once=st.sampled_from([True, True, False]),
     )
     def reserve(
         self,
@@ -123,6 +124,7 @@ class Machine(RuleBasedStateMachine):
         ttl: float | None,
         session: bool,
         demand: bool,
+        at_once: bool,
     ) -> None:
         wanted = chains.items(
             chains.keys(path, tenant),
@@ -136,7 +138,9 @@ class Machine(RuleBasedStateMachine):
         self.names.update(i.part for i in wanted)
         limits = TENANTS.get(tenant)
         left = limits.session_quota if limits and session else None
-        self._reserve(tier, wanted, tenant, "s" if session else "", left, demand, None)
+        got = self._reserve(tier, wanted, tenant, "s" if session else "", left, demand, None)
+        if got.id and at_once:
+            self._settle(got.id, 10, 0, True, False, SkipReason.FAILED)
 
     def _reserve(
         self,
@@ -177,6 +181,11 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """Commit or roll back some or all of a reservation."""
         handle = sorted(self.open)[pick % len(self.open)]
+        self._settle(handle, share, saved, fine, fail, why)
+
+    def _settle(
+        self, handle: int, share: int, saved: int, fine: bool, fail: bool, why: SkipReason
+    ) -> None:
         _, wanted, left, _ = self.open[handle]
         some = left[: max(1, len(left) * share // 10)]
         if fail:
@@ -330,7 +339,8 @@ class Machine(RuleBasedStateMachine):
         for handle, (_, _, left, _) in self.open.items():
             self.real.rollback(handle, left, self.now)
         self.real.cancel_demote(self.demotes, self.now)
-        self.real.tick(self.now)
+        _, demotes = self.real.tick(self.now)
+        self.real.cancel_demote(demotes, self.now)
         self.real.check()
         assert not self.real._at.busy
         assert [self.real.reserved(t) for t in range(len(TIERS))] == [0, 0, 0]

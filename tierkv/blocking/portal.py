@@ -56,7 +56,10 @@ class _Call(Generic[_T]):
         self._gate.acquire()
 
     async def run(self) -> None:
-        """Do the work. Whatever it raises goes to the caller, so that the loop lives on."""
+        """Do the work. Whatever it raises goes to the caller.
+
+        Not even a cancellation is raised here: it would take all other calls of the group along.
+        """
         self._task = asyncio.current_task()
         if self._interrupted:
             self.end(None, ClosedError("interrupted before it began"))
@@ -64,8 +67,7 @@ class _Call(Generic[_T]):
         try:
             result = await self._fn(*self._args)
         except asyncio.CancelledError:
-            self.end(None, ClosedError("the manager was closed while this call was under way"))
-            raise
+            self.end(None, ClosedError("cancelled: the manager is closed, or was interrupted"))
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self.end(None, error)
         else:
@@ -204,14 +206,17 @@ class EngineLoop:
         except BaseException:
             await engine.aclose()
             raise
-        async with anyio.create_task_group() as calls:
-            with self._guard:
-                self._calls = calls
-                self._accepting = not self._stopping
-            self._ready.set()
-            await stop.wait()
-            self._report = await engine.aclose()
-            calls.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as calls:
+                with self._guard:
+                    self._calls = calls
+                    self._accepting = not self._stopping
+                self._ready.set()
+                await stop.wait()
+                self._report = await engine.aclose()  # calls under way may end well meanwhile
+                calls.cancel_scope.cancel()
+        finally:
+            await engine.aclose()  # for a loop that dies; else it was done above
 
     def close(self) -> CloseReport | None:
         """Close the engine and end the thread. Idempotent, from any number of threads.
@@ -270,11 +275,11 @@ class EngineLoop:
         call = _Call(fn, args)
         try:
             with self._guard:
-                loop = self._loop
-                if not self._accepting or loop is None:
+                loop, calls = self._loop, self._calls
+                if not self._accepting or loop is None or calls is None:
                     raise self._closed()
                 self._pending.add(call)
-                loop.call_soon_threadsafe(self._begin, call)
+                loop.call_soon_threadsafe(calls.start_soon, call.run)
             call.wait()
         except BaseException:
             if call in self._pending:
@@ -283,12 +288,6 @@ class EngineLoop:
         finally:
             self._pending.discard(call)
         return call.result()
-
-    def _begin(self, call: _Call[Any]) -> None:
-        if self._calls is None or self._report is not None:
-            call.end(None, self._closed())
-        else:
-            self._calls.start_soon(call.run)
 
     def _interrupt(self, call: _Call[Any]) -> None:
         assert self._loop is not None

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tierkv.abc import IoResult, IoStatus, MemoryBackend, StoredPart
 from tierkv.chains import stored_chain
-from tierkv.decisions.types import EvictReason
-from tierkv.errors import IntegrityError
+from tierkv.decisions.types import EvictReason, SkipReason
+from tierkv.errors import BackendError, IntegrityError
 from tierkv.frame import decode_header
 from tierkv.pipeline import Pipeline
+from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from tierkv.blocks import PartId
     from tierkv.buffers import Staging
     from tierkv.decisions.core import Decisions
-    from tierkv.decisions.types import Drop, Reservation, StoreItem
+    from tierkv.decisions.types import Drop, FoundPart, Reservation, StoreItem
     from tierkv.frame import Header
     from tierkv.layout import Space
-    from tierkv.workers import Signal, Workers
+    from tierkv.workers import Workers
 
 __all__ = ["INLINE_BYTES", "SLICE_BYTES", "Core", "Level", "derivation", "stored_part"]
 
@@ -39,13 +40,25 @@ SLICE_BYTES = 32 * 1024 * 1024
 
 @dataclass(slots=True)
 class Level:
-    """One tier of a running engine."""
+    """One tier of a running engine.
+
+    Attributes:
+        index: Its number, fastest first.
+        backend: Who holds its bytes.
+        chain: Codec chain of frames that are made for it.
+        write_through: Whether new parts are copied here at once.
+        doomed: Copies that were forgotten and are still to be deleted.
+        purging: Set (and not None) while they are being deleted.
+        failures: Writes that failed as a whole, one after the other.
+    """
 
     index: int
     backend: Backend
     chain: str
     write_through: bool = True
     doomed: list[tuple[PartId, int]] = field(default_factory=list)
+    purging: Signal | None = None
+    failures: int = 0
 
     @property
     def name(self) -> str:
@@ -114,6 +127,7 @@ class Core:
         self.spaces: dict[bytes, Space] = {}
         self.storing: dict[PartId, Signal] = {}
         self.peaks = [0] * len(self.levels)
+        self._reading: dict[tuple[int, PartId, int], int] = {}
         self._pipelines: dict[tuple[bytes, str], Pipeline] = {}
 
     def pipeline(self, space: Space, level: Level) -> Pipeline:
@@ -134,11 +148,6 @@ class Core:
         except IntegrityError:
             return None
         return ",".join(sorted({section.chain for section in header.sections}))
-
-    async def flush(self, level: Level) -> None:
-        """Make every completed write to a tier durable. Engine-owned callers only."""
-        await self.purge(level)
-        await level.backend.flush()
 
     # ------------------------------------------------------------------ freeing
 
@@ -178,22 +187,70 @@ class Core:
             source=source.index if source is not None else None,
         )
         self.free(reservation.drops)
-        self.peaks[level.index] = max(self.peaks[level.index], self.decisions.used(level.index))
         return reservation
 
+    def commit(
+        self,
+        level: Level,
+        reservation: int,
+        done: Sequence[int],
+        stored: Sequence[StoredPart] | None = None,
+    ) -> tuple[Drop, ...]:
+        """Make written items visible and free what they replace.
+
+        Args:
+            level: Where they were written.
+            reservation: Their reservation.
+            done: Their numbers in it.
+            stored: What was really written; None takes what was reserved.
+        """
+        charges = lossless = None
+        if stored is not None:
+            charges = [level.backend.charge(s.nbytes) for s in stored]
+            lossless = [s.lossless for s in stored]
+        drops = self.decisions.commit(
+            reservation, done, self.clock(), charges=charges, lossless=lossless
+        )
+        self.free(drops)
+        tier = level.index
+        self.peaks[tier] = max(self.peaks[tier], self.decisions.used(tier))
+        return drops
+
+    def rollback(self, reservation: int, items: Sequence[int], reason: SkipReason) -> None:
+        """Give reserved room back; FAILED is remembered as the reason of later misses."""
+        self.free(self.decisions.rollback(reservation, items, self.clock(), reason=reason))
+
     async def purge(self, level: Level) -> None:
-        """Delete what :meth:`free` left to delete in this tier. Engine-owned callers only."""
-        if level.doomed:
-            doomed, level.doomed = level.doomed, []
-            start = self.clock()
+        """Delete what :meth:`free` left to delete in this tier. Engine-owned callers only.
+
+        A copy that is being read is left for the next time, and so is everything if the backend
+        fails; deletes are idempotent.
+        """
+        while level.purging is not None:
+            await level.purging.wait()
+        doomed = [d for d in level.doomed if (level.index, *d) not in self._reading]
+        if not doomed:
+            return
+        gone = set(doomed)
+        level.doomed = [d for d in level.doomed if d not in gone]
+        level.purging = Signal()
+        start = self.clock()
+        failed = len(doomed)
+        try:
             await level.backend.delete(doomed)
+            failed = 0
+        finally:
+            if failed:
+                level.doomed = doomed + level.doomed
+            done, level.purging = level.purging, None
+            done.set()
             self.observer.io(
                 tier=level.name,
                 direction="delete",
                 nbytes=0,
                 operations=len(doomed),
                 seconds=self.clock() - start,
-                failed=0,
+                failed=failed,
             )
 
     def damaged(self, part: PartId, tier: int, generation: int, kind: str) -> None:
@@ -205,6 +262,20 @@ class Core:
         """Forget a copy that cannot be read."""
         self.free(self.decisions.invalidate(part, tier, generation, reason, self.clock()))
 
+    def unreadable(self, found: FoundPart, result: IoResult) -> EvictReason:
+        """Draw the consequences of a read that did not succeed; why the part is not there.
+
+        A copy is given up for good, unless the medium says that it may come back, or the engine
+        itself is closing.
+        """
+        if result.status is IoStatus.SHORT:
+            self.damaged(found.part, found.tier, found.generation, "short")
+            return EvictReason.DAMAGED
+        passing = isinstance(result.error, BackendError) and result.error.retryable
+        if not passing and not self.closed:
+            self.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
+        return EvictReason.FAILED
+
     # ------------------------------------------------------------------ batches
 
     async def read(
@@ -212,11 +283,20 @@ class Core:
     ) -> list[IoResult]:
         """One backend read, timed; whatever the backend raises becomes a result."""
         start = self.clock()
+        reading = [(level.index, q.part, q.generation) for q in requests]
+        for key in reading:
+            self._reading[key] = self._reading.get(key, 0) + 1
         try:
             results = await level.backend.read(requests, into)
+            _check_length(level, results, len(requests))
         except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
             _log.warning("tier %s: a read of %d ranges failed", level.name, len(requests))
             results = [IoResult(IoStatus.ERROR, error)] * len(requests)
+        finally:
+            for key in reading:
+                self._reading[key] -= 1
+                if not self._reading[key]:
+                    del self._reading[key]
         done = sum(q.length for q, r in zip(requests, results, strict=True) if _ok(r))
         self._observe(level, "read", done, len(requests), start, results)
         return results
@@ -224,15 +304,39 @@ class Core:
     async def write(self, level: Level, items: Sequence[WriteItem]) -> list[IoResult]:
         """One backend write, timed; whatever the backend raises becomes a result."""
         start = self.clock()
+        names = {(item.stored.part, item.stored.generation) for item in items}
+        again: set[tuple[PartId, int]] = set()
         try:
             await self.purge(level)
+            # only what is being read can be left: it is not deleted now that it is wanted again
+            again = names.intersection(level.doomed)
+            level.doomed = [d for d in level.doomed if d not in again]
             results = await level.backend.write(items)
+            _check_length(level, results, len(items))
         except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
             _log.warning("tier %s: a write of %d frames failed", level.name, len(items))
             results = [IoResult(IoStatus.ERROR, error)] * len(items)
+        for item, result in zip(items, results, strict=True):
+            if not _ok(result) and (item.stored.part, item.stored.generation) in again:
+                level.doomed.append((item.stored.part, item.stored.generation))
+        level.failures = level.failures + 1 if not any(map(_ok, results)) else 0
         done = sum(i.stored.nbytes for i, r in zip(items, results, strict=True) if _ok(r))
         self._observe(level, "write", done, len(items), start, results)
         return results
+
+    async def flush(self, level: Level) -> None:
+        """Make every completed write to a tier durable. Engine-owned callers only.
+
+        Raises:
+            BackendError: if the tier refuses.
+        """
+        try:
+            await self.purge(level)
+            await level.backend.flush()
+        except BackendError:
+            raise
+        except Exception as error:
+            raise BackendError(level.name, f"cannot sync: {error!r}") from error
 
     def _observe(
         self,
@@ -255,3 +359,8 @@ class Core:
 
 def _ok(result: IoResult) -> bool:
     return result.status is IoStatus.OK
+
+
+def _check_length(level: Level, results: Sequence[IoResult], wanted: int) -> None:
+    if len(results) != wanted:
+        raise BackendError(level.name, f"{len(results)} results came back for {wanted} items")

@@ -7,11 +7,12 @@ tier, so that the part is promoted without a further copy.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from tierkv.abc import IoStatus, ReadRequest
 from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
-from tierkv.errors import ClosedError, IntegrityError
+from tierkv.errors import ClosedError, CodecError, TierKVError
 from tierkv.frame import page_round
 from tierkv.mover.core import INLINE_BYTES, stored_part
 from tierkv.mover.staged import Slice, stage
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetcher", "Flight", "Wanted"]
 
+_log = logging.getLogger("tierkv.mover")
+
 
 class Wanted:
     """One part that somebody wants: where it is, and what it must be."""
@@ -46,13 +49,25 @@ class Wanted:
 
 
 class Flight:
-    """One read under way or done; ``frame`` is valid from landing until :meth:`leave`."""
+    """One read under way or done; ``frame`` is valid from landing until :meth:`leave`.
 
-    __slots__ = ("_slice", "failure", "frame", "header", "landed", "users", "wanted")
+    Attributes:
+        wanted: What is read.
+        landed: Set when the read is over, well or not.
+        demand: Whether somebody waits for it, so that it is worth reading even without room in
+            the fast tier.
+        users: Who has joined and not left.
+        frame: The verified bytes, or None.
+        header: Their header, or None.
+        failure: Why there are none, if they turned out bad.
+    """
 
-    def __init__(self, wanted: Wanted) -> None:
+    __slots__ = ("_slice", "demand", "failure", "frame", "header", "landed", "users", "wanted")
+
+    def __init__(self, wanted: Wanted, *, demand: bool) -> None:
         self.wanted = wanted
         self.landed = Signal()
+        self.demand = demand
         self.users = 1
         self.frame: memoryview | None = None
         self.header: Header | None = None
@@ -92,10 +107,14 @@ class Fetcher:
         """Reads under way."""
         return len(self._flights)
 
-    def join(self, wanted: Sequence[Wanted], *, promote: bool = True) -> list[Flight]:
+    def join(self, wanted: Sequence[Wanted], *, demand: bool = True) -> list[Flight]:
         """Join the flight of each part, starting one batch per tier for those not under way.
 
         The caller holds a lease on the parts and must :meth:`Flight.leave` each flight.
+
+        Args:
+            wanted: The parts.
+            demand: False for a prefetch: what finds no room in the fast tier is then not read.
 
         Raises:
             ClosedError: if the engine is closed; nothing is then joined.
@@ -106,15 +125,16 @@ class Fetcher:
             key = (want.found.part, want.found.generation, want.found.tier)
             flight = self._flights.get(key)
             if flight is None:
-                flight = self._flights[key] = Flight(want)
+                flight = self._flights[key] = Flight(want, demand=demand)
                 fresh.setdefault(want.found.tier, []).append(flight)
             else:
                 flight.users += 1
+                flight.demand = flight.demand or demand
             joined.append(flight)
         try:
             for tier, flights in fresh.items():
                 level = self._core.levels[tier]
-                self._core.workers.spawn(self._fly, level, flights, promote, name="fetch")
+                self._core.workers.spawn(self._fly, level, flights, name="fetch")
         except ClosedError:
             for flight in joined:
                 flight.leave()
@@ -126,30 +146,25 @@ class Fetcher:
     def _finish(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
             found = flight.wanted.found
-            self._flights.pop((found.part, found.generation, found.tier), None)
+            key = (found.part, found.generation, found.tier)
+            if self._flights.get(key) is flight:
+                del self._flights[key]
             if flight.frame is None and flight.failure is None:
                 flight.failure = EvictReason.FAILED
             flight._land()
 
-    async def _fly(self, level: Level, flights: list[Flight], promote: bool) -> None:
-        promotion = _Promotion(self._core, level, flights if promote else ())
+    async def _fly(self, level: Level, flights: list[Flight]) -> None:
+        promotion = _Promotion(self._core, level, flights)
+        wanted = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
+        if len(wanted) < len(flights):  # prefetched, but there is no room worth taking
+            self._finish([f for f in flights if not f.demand and promotion.buffer_of(f) is None])
+            flights = wanted
         try:
-            staged = [f for f in flights if promotion.buffer_of(f) is None]
-            slices = await stage(self._core.staging, [f.wanted.found.nbytes for f in staged])
-            for flight, piece in zip(staged, slices, strict=True):
-                flight._slice = piece
-            into: list[memoryview] = []
-            requests = []
-            for flight in flights:
-                found = flight.wanted.found
-                buffer = promotion.buffer_of(flight) or flight._slice
-                assert buffer is not None
-                size = page_round(found.nbytes)
-                requests.append(ReadRequest(found.part, found.generation, 0, size))
-                into.append(buffer.padded[:size])
-            results = await self._core.read(level, requests, into)
-            await self._check(level, flights, into, results)
-            promotion.settle()
+            await self._read(level, flights, promotion)
+        except (TierKVError, OSError) as error:
+            _log.warning(
+                "tier %s: a fetch of %d frames failed: %s", level.name, len(flights), error
+            )
         finally:
             # also on cancellation (engine closing): nothing unverified stays in reach
             for flight in flights:
@@ -158,9 +173,27 @@ class Fetcher:
             promotion.abandon()
             self._finish(flights)
 
+    async def _read(self, level: Level, flights: Sequence[Flight], promotion: _Promotion) -> None:
+        staged = [f for f in flights if promotion.buffer_of(f) is None]
+        slices = await stage(self._core.staging, [f.wanted.found.nbytes for f in staged])
+        for flight, piece in zip(staged, slices, strict=True):
+            flight._slice = piece
+        into: list[memoryview] = []
+        requests = []
+        for flight in flights:
+            found = flight.wanted.found
+            buffer = promotion.buffer_of(flight) or flight._slice
+            assert buffer is not None
+            size = page_round(found.nbytes)
+            requests.append(ReadRequest(found.part, found.generation, 0, size))
+            into.append(buffer.padded[:size])
+        if requests:
+            results = await self._core.read(level, requests, into)
+            await self._check(flights, into, results)
+        promotion.settle()
+
     async def _check(
         self,
-        level: Level,
         flights: Sequence[Flight],
         into: Sequence[memoryview],
         results: Sequence[IoResult],
@@ -170,31 +203,24 @@ class Fetcher:
             found = flight.wanted.found
             if result.status is IoStatus.OK:
                 good.append((flight, memory[: found.nbytes]))
-                continue
-            short = result.status is IoStatus.SHORT
-            flight.failure = EvictReason.DAMAGED if short else EvictReason.FAILED
-            if short:
-                self._core.damaged(found.part, level.index, found.generation, "short")
             else:
-                self._core.lost(found.part, level.index, found.generation, EvictReason.FAILED)
+                flight.failure = self._core.unreadable(found, result)
         if sum(len(memory) for _, memory in good) < INLINE_BYTES:
             checked = _verify_all(good)
         else:
             checked = await self._core.workers.run(_verify_all, good)
         for (flight, memory), header in zip(good, checked, strict=True):
             found = flight.wanted.found
-            if isinstance(header, IntegrityError):
+            if isinstance(header, CodecError):
                 flight.failure = EvictReason.DAMAGED
-                self._core.damaged(found.part, level.index, found.generation, "checksum")
+                self._core.damaged(found.part, found.tier, found.generation, "checksum")
             else:
                 flight.header = header
                 flight.frame = memory
 
 
-def _verify_all(
-    frames: Sequence[tuple[Flight, memoryview]],
-) -> list[Header | IntegrityError]:
-    out: list[Header | IntegrityError] = []
+def _verify_all(frames: Sequence[tuple[Flight, memoryview]]) -> list[Header | CodecError]:
+    out: list[Header | CodecError] = []
     for flight, frame in frames:
         want = flight.wanted
         try:
@@ -202,7 +228,7 @@ def _verify_all(
                 frame, want.space, want.found.part, want.found.generation, want.root
             )
             verify(header, frame)
-        except IntegrityError as error:
+        except CodecError as error:
             out.append(error)
         else:
             out.append(header)
@@ -241,9 +267,7 @@ class _Promotion:
             else:
                 self._open[flight] = (index, buffer)
         if refused:
-            core.free(
-                core.decisions.rollback(reserved.id, refused, core.clock(), reason=SkipReason.FULL)
-            )
+            core.rollback(reserved.id, refused, SkipReason.FULL)
 
     def buffer_of(self, flight: Flight) -> Buffer | None:
         """Where this flight's bytes should land, if it is to be promoted."""
@@ -258,24 +282,21 @@ class _Promotion:
                 continue
             del self._open[flight]
             stored = stored_part(flight.header)
-            if self._target.adopt(stored, buffer):
-                core.free(
-                    core.decisions.commit(
-                        self._reservation, [index], core.clock(), lossless=[stored.lossless]
-                    )
-                )
-            else:
+            if not self._target.adopt(stored, buffer):
+                self._undo(flight, index, buffer)
+                continue
+            drops = core.commit(core.levels[0], self._reservation, [index], [stored])
+            if any(drop.part == stored.part and drop.tier == 0 for drop in drops):
+                # replaced while it was read: its memory is free again, nobody may look at it
                 flight.header = flight.frame = None
-                self._undo(index, buffer)
 
     def abandon(self) -> None:
         """Give back what was not published. Atomic, idempotent."""
         for flight, (index, buffer) in list(self._open.items()):
             del self._open[flight]
-            flight.header = flight.frame = None
-            self._undo(index, buffer)
+            self._undo(flight, index, buffer)
 
-    def _undo(self, index: int, buffer: Buffer) -> None:
-        core = self._core
+    def _undo(self, flight: Flight, index: int, buffer: Buffer) -> None:
+        flight.header = flight.frame = None
         buffer.release()
-        core.free(core.decisions.rollback(self._reservation, [index], core.clock()))
+        self._core.rollback(self._reservation, [index], SkipReason.CLOSED)

@@ -19,8 +19,10 @@ async def find(core: Core, query: Query) -> Found:
     """
     lookup = core.decisions.begin_lookup(query, core.clock())
     try:
-        while not core.decisions.advance(lookup, core.clock()):
+        done = core.decisions.advance(lookup, core.clock())
+        while not done:
             await asyncio.sleep(0)
+            done = core.decisions.advance(lookup, core.clock())
     except BaseException:
         core.decisions.abandon(lookup, core.clock())
         raise

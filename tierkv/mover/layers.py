@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierkv.abc import IoStatus, ReadRequest
 from tierkv.decisions.types import EvictReason
-from tierkv.errors import ClosedError, IntegrityError, LoadIncomplete
+from tierkv.errors import CapacityError, ClosedError, CodecError, LoadIncomplete
 from tierkv.frame import header_bytes, page_round
 from tierkv.mover.core import INLINE_BYTES, derivation
 from tierkv.pipeline import deliver, layer_range, open_frame, verify
@@ -103,9 +103,6 @@ class LayerLoad:
         self._sources: dict[int, list[_Source]] = {}
         for found in plan.found.parts:
             self._sources.setdefault(found.group, []).append(_Source(found))
-        self._first: dict[int, int] = {}
-        for index, number in self._order:
-            self._first.setdefault(number, index)
 
     def __aiter__(self) -> LayerLoad:
         return self
@@ -118,18 +115,27 @@ class LayerLoad:
             raise StopAsyncIteration
         layer, group = self._order[self._next]
         try:
-            await self._load(layer, group)
+            with self._plan.lease:
+                await self._load(layer, group)
+            if self._closed:
+                raise ClosedError("the match of this layer-wise load was left")
+            self._next += 1
+            if self._next < len(self._order):
+                staging = self._core.staging
+                # a consumer may take its time with a layer: it must not starve other loads
+                if 2 * staging.used <= staging.limit:
+                    self._ahead = self._depart(*self._order[self._next])
+            else:
+                self._finish()
         except BaseException:
             self.close()
             raise
-        self._next += 1
-        if self._next < len(self._order):
-            following, other = self._order[self._next]
-            if self._known(other):
-                self._ahead = self._depart(following, other)
-        else:
-            self._finish()
         return layer
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Tokens in place by tier (the slowest of a block's parts), once the last layer came."""
+        return self._plan.progress.by_tier
 
     def close(self) -> None:
         """Stop; what is still travelling is given back when it lands. Idempotent."""
@@ -141,13 +147,6 @@ class LayerLoad:
 
     # ------------------------------------------------------------------ one layer
 
-    def _known(self, group: int) -> bool:
-        """Whether the next layer's ranges of this group can be computed now."""
-        return all(
-            s.header is not None or self._core.levels[s.found.tier].memory is None
-            for s in self._sources.get(group, ())
-        )
-
     async def _load(self, layer: int, group: int) -> None:
         sources = self._sources.get(group, [])
         batches, self._ahead = self._ahead, None
@@ -156,8 +155,12 @@ class LayerLoad:
         try:
             await self._in_memory(layer, sources)
             for ranges in batches:
-                await ranges.job.wait()
+                try:
+                    await ranges.job.wait()
+                except CapacityError as error:
+                    raise LoadIncomplete(layer, str(error)) from error
                 await self._land(layer, ranges)
+                ranges.leave()  # now, not at the end: the next ones may wait for this memory
         finally:
             for ranges in batches:
                 ranges.leave()
@@ -220,11 +223,7 @@ class LayerLoad:
         ):
             found = source.found
             if result.status is not IoStatus.OK:
-                short = result.status is IoStatus.SHORT
-                if short:
-                    self._core.damaged(found.part, found.tier, found.generation, "short")
-                else:
-                    self._core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
+                self._core.unreadable(found, result)
                 raise LoadIncomplete(layer, f"tier read: {result.status.value}")
             ready.append((source, memory, low))
         await self._deliver(layer, ready, verified=False)
@@ -251,35 +250,34 @@ class LayerLoad:
         """Verify and copy one layer of several parts; return the first damaged one."""
         plan = self._plan
         only = (layer,)
-        for source, memory, base in ready:
-            found = source.found
-            try:
+        found = None
+        try:
+            for source, memory, base in ready:
+                found = source.found
                 if source.header is None:
                     source.header = open_frame(
                         memory, plan.space, found.part, found.generation, plan.root
                     )
                 if not verified:
                     verify(source.header, memory, only, base)
-            except IntegrityError:
-                return found
-        for source, memory, base in ready:
-            assert source.header is not None
-            start = source.found.block * plan.space.block_tokens
-            deliver(source.header, memory, plan.view, start, only, base)
-            plan.derived = plan.derived or derivation(source.header)
+            for source, memory, base in ready:
+                found = source.found
+                assert source.header is not None
+                start = found.block * plan.space.block_tokens
+                deliver(source.header, memory, plan.view, start, only, base)
+                plan.progress.derived = plan.progress.derived or derivation(source.header)
+        except CodecError:
+            return found
         return None
 
     def _finish(self) -> None:
-        plan, core = self._plan, self._core
-        plan.blocks = plan.found.blocks
+        plan, progress = self._plan, self._plan.progress
+        progress.blocks = plan.found.blocks
         slowest: dict[int, int] = {}
         for sources in self._sources.values():
             for source in sources:
                 block, tier = source.found.block, source.found.tier
                 slowest[block] = max(slowest.get(block, 0), tier)
         for block, tier in slowest.items():
-            name = core.levels[tier].name
-            tokens = min(
-                plan.space.block_tokens, plan.found.tokens - block * plan.space.block_tokens
-            )
-            plan.by_tier[name] = plan.by_tier.get(name, 0) + tokens
+            name = self._core.levels[tier].name
+            progress.by_tier[name] = progress.by_tier.get(name, 0) + plan.tokens_of(block)

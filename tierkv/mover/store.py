@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tierkv.decisions.types import SkipReason, StoreItem
 from tierkv.mover.core import INLINE_BYTES, SLICE_BYTES
 from tierkv.mover.plans import PartOutcome
-from tierkv.mover.writing import Writing, frame_bytes
+from tierkv.mover.writing import Writing, allocate, frame_bytes, write_and_publish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,13 @@ __all__ = ["store"]
 _BATCH_PARTS = 256
 _DEMOTE_ROUNDS = 3
 _WAIT_AND_SEE = (SkipReason.IN_FLIGHT, SkipReason.NO_PARENT)
-_TRY_SLOWER = (SkipReason.FULL, SkipReason.TOO_LARGE, SkipReason.NO_PARENT)
+_TRY_SLOWER = (
+    SkipReason.FULL,
+    SkipReason.TOO_LARGE,
+    SkipReason.TENANT_QUOTA,
+    SkipReason.FAILED,
+    SkipReason.NO_PARENT,
+)
 
 
 class _Run:
@@ -65,7 +71,7 @@ async def store(core: Core, behind: WriteBehind, plans: Sequence[StorePlan]) -> 
     Cancellation: what was published stays; the batch under way is rolled back once the worker
     thread that reads the caller's tensors is done.
     """
-    for batch in _batches(plans):
+    for batch in _batches(plans, min(SLICE_BYTES, core.window_bytes)):
         for run in batch:
             run.start()
         await _store_batch(core, behind, batch)
@@ -74,14 +80,14 @@ async def store(core: Core, behind: WriteBehind, plans: Sequence[StorePlan]) -> 
             _observe(core, run.outcomes)
 
 
-def _batches(plans: Sequence[StorePlan]) -> Iterator[list[_Run]]:
+def _batches(plans: Sequence[StorePlan], limit: int) -> Iterator[list[_Run]]:
     batch: list[_Run] = []
     size = count = 0
     for plan in plans:
         run = _Run(plan)
         for new in plan.parts:
             nbytes = plan.space.layout.groups[new.group].raw_bytes(new.tokens)
-            if count and (size + nbytes > SLICE_BYTES or count == _BATCH_PARTS):
+            if count and (size + nbytes > limit or count == _BATCH_PARTS):
                 yield [*batch, run] if run.parts else batch
                 batch, run, size, count = [], _Run(plan), 0, 0
             run.parts.append(new)
@@ -106,10 +112,22 @@ async def _store_batch(core: Core, behind: WriteBehind, batch: Sequence[_Run]) -
             for run in batch:
                 run.keep(_WAIT_AND_SEE)
             await _store_level(core, behind, level, batch)
+            for run in batch:
+                _accept_promoted(core, run)
         for run in batch:
             run.keep(_TRY_SLOWER)
         if not any(run.left for run in batch):
             return
+
+
+def _accept_promoted(core: Core, run: _Run) -> None:
+    """Count a part as present that is in flight only because it is copied to this tier."""
+    for index in run.left:
+        outcome = run.outcomes[index]
+        if outcome.skip is SkipReason.IN_FLIGHT:
+            state = core.decisions.state(run.parts[index].part, core.clock())
+            if state.exact and any(state.lossless):
+                run.outcomes[index] = PartOutcome(False, None, outcome.tier)
 
 
 async def _store_level(
@@ -122,17 +140,17 @@ async def _store_level(
                 parts = [run.parts[i] for i in run.left]
                 reservation = await _reserve(core, behind, run.plan, level, parts)
                 works.append((run, Writing(core, run.plan, level, parts, reservation)))
-                await works[-1][1].allocate()
         writings = [work for _, work in works]
+        await allocate(core, writings)
         if sum(work.nbytes for work in writings) < INLINE_BYTES:
             _encode(writings)
         else:
             await core.workers.run(_encode, writings)
-        for work in writings:
-            if level.memory is not None:
+        if level.memory is not None:
+            for work in writings:
                 work.publish_in_memory()
-        if level.memory is None and writings:
-            job = core.workers.spawn(_write_all, writings, name="store")
+        elif writings:
+            job = core.workers.spawn(write_and_publish, core, level, writings, name="store")
             for work in writings:
                 work.handed_over = True
             await job.wait()
@@ -142,21 +160,12 @@ async def _store_level(
                 work.abandon()
     for run, work in works:
         run.note(work.outcomes)
-        behind.copy_onwards(level, work.published)
+        behind.copy_onwards(level, run.plan.space, work.published)
 
 
 def _encode(writings: Sequence[Writing]) -> None:
     for work in writings:
         work.encode()
-
-
-async def _write_all(writings: Sequence[Writing]) -> None:
-    try:
-        for work in writings:
-            await work.write_and_publish()
-    finally:
-        for work in writings:
-            work.abandon()
 
 
 async def _reserve(
@@ -181,6 +190,7 @@ async def _reserve(
         )
         for new in batch
     ]
+    patient = True
     for attempt in range(_DEMOTE_ROUNDS):
         reservation = core.reserve(
             level,
@@ -189,14 +199,15 @@ async def _reserve(
             session=plan.session,
             session_bytes=core.decisions.session_bytes(plan.session_parts),
         )
-        if not reservation.short or attempt == _DEMOTE_ROUNDS - 1:
+        if not (reservation.short and patient) or attempt == _DEMOTE_ROUNDS - 1:
             return reservation
-        refused = [i for i, o in enumerate(reservation.outcomes) if o.skip is not None]
+        # what was taken is given back while we wait: others must not find it in flight for long
         taken = [i for i, o in enumerate(reservation.outcomes) if o.generation]
-        if not refused or not await behind.make_room(level, reservation.short, plan.tenant):
-            return reservation
         if taken:
-            core.free(core.decisions.rollback(reservation.id, taken, core.clock()))
+            core.rollback(reservation.id, taken, SkipReason.CLOSED)
+        wanted = [i for i, o in enumerate(reservation.outcomes) if o.generation or o.skip]
+        room = sum(items[i].nbytes for i in wanted)
+        patient = await behind.make_room(level, room, plan.tenant)
     raise AssertionError("unreachable")
 
 

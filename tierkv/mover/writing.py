@@ -1,4 +1,4 @@
-"""One reserved batch on its way into one tier: allocate, encode, publish, or give all back."""
+"""One reserved chain on its way into one tier: allocate, encode, publish, or give all back."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ from tierkv.workers import Signal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.abc import Buffer
+    from tierkv.abc import Buffer, IoResult
     from tierkv.decisions.types import Reservation
     from tierkv.mover.core import Core, Level
     from tierkv.mover.plans import NewPart, StorePlan
     from tierkv.pipeline import Pipeline
 
-__all__ = ["Writing", "frame_bytes"]
+__all__ = ["Writing", "allocate", "frame_bytes", "write_and_publish"]
 
 _EVICT_ROUNDS = 3
 
 
 class Writing:
-    """One reserved batch on its way into one tier."""
+    """One reserved chain on its way into one tier.
+
+    Attributes:
+        handed_over: Whether an engine-owned job brings it to its end.
+        published: What became visible.
+        outcomes: What became of each part, in order.
+        nbytes: Bytes that encoding will move.
+    """
 
     def __init__(
         self,
@@ -38,62 +45,67 @@ class Writing:
         batch: Sequence[NewPart],
         reservation: Reservation,
     ) -> None:
-        self.core = core
-        self.plan = plan
-        self.level = level
-        self.batch = batch
-        self.reservation = reservation
         self.handed_over = False
         self.published: list[StoredPart] = []
         self.outcomes = [PartOutcome(False, o.skip, level.index) for o in reservation.outcomes]
+        self._core = core
+        self._plan = plan
+        self._level = level
+        self._batch = batch
+        self._reservation = reservation
         self._open = {i for i, o in enumerate(reservation.outcomes) if o.generation}
         self._buffers: dict[int, Buffer] = {}
         self._sealed: dict[int, StoredPart] = {}
-        self._staged = False
-        pipeline = core.pipeline(plan.space, level)
-        self._pipeline = pipeline
-        self._sizes = {i: frame_bytes(pipeline, batch[i]) for i in self._open}
+        self._pipeline: Pipeline = core.pipeline(plan.space, level)
+        self._sizes = {i: frame_bytes(self._pipeline, batch[i]) for i in self._open}
+        # a frame of known size is built where it will stay; any other one in staging memory
+        self._in_place = level.memory is not None and all(
+            self._pipeline.fixed_bytes(batch[i].group, batch[i].tokens) is not None
+            for i in self._open
+        )
         self.nbytes = sum(self._sizes.values())
         for index in self._open:
             core.storing[batch[index].part] = Signal()
 
-    async def allocate(self) -> None:
-        """Get memory for each reserved part; parts without memory are skipped, tail first.
+    def to_stage(self) -> list[int]:
+        """Numbers of the parts that need staging memory, in order."""
+        return [] if self._in_place else sorted(self._open)
 
-        Frames of known size are built in place in a memory tier; others in staging memory.
-        """
-        order = sorted(self._open)
-        in_place = self.level.memory is not None and all(
-            self._pipeline.fixed_bytes(self.batch[i].group, self.batch[i].tokens) for i in order
-        )
-        if not in_place:
-            try:
-                slices = await stage(self.core.staging, [self._sizes[i] for i in order])
-            except CapacityError:
-                self._give_up(order, SkipReason.TOO_LARGE)
-            else:
-                self._buffers.update(zip(order, slices, strict=True))
-            self._staged = True
+    def allocate_in_place(self) -> None:
+        """Get memory in the tier itself; parts without memory are skipped, tail first."""
+        if not self._in_place:
             return
-        for index in order:
+        for index in sorted(self._open):
             buffer = self._allocate_in(self._sizes[index])
             if buffer is None:
-                self._give_up([i for i in order if i >= index], SkipReason.FULL)
+                self._give_up([i for i in self._open if i >= index], SkipReason.FULL)
                 break
             self._buffers[index] = buffer
         self.nbytes = sum(self._sizes[i] for i in self._open)
 
+    def size_of(self, index: int) -> int:
+        """Most bytes that a part may take."""
+        return self._sizes[index]
+
+    def take(self, index: int, buffer: Buffer) -> None:
+        """Own the staging memory of a part from here on."""
+        self._buffers[index] = buffer
+
+    def refuse(self, reason: SkipReason) -> None:
+        """Skip whatever is still open. Atomic."""
+        self._give_up(sorted(self._open), reason)
+
     def _allocate_in(self, size: int) -> Buffer | None:
         """Allocate in the memory tier; evict a little more if slabs are fragmented."""
-        memory = self.level.memory
+        memory = self._level.memory
         assert memory is not None
-        core = self.core
+        core = self._core
         buffer = memory.allocate(size)
         for _ in range(_EVICT_ROUNDS):
             if buffer is not None:
                 return buffer
             drops, demotes = core.decisions.make_room(
-                self.level.index, memory.charge(size), tenant=self.plan.tenant, now=core.clock()
+                self._level.index, memory.charge(size), tenant=self._plan.tenant, now=core.clock()
             )
             core.free(drops)
             core.decisions.cancel_demote(demotes, core.clock())
@@ -104,33 +116,33 @@ class Writing:
 
     def encode(self) -> None:
         """Gather and encode every part into its buffer. May run in a worker thread."""
-        wall = self.core.wall()
-        expires = None if self.plan.ttl is None else wall + self.plan.ttl
+        wall = self._core.wall()
+        expires = None if self._plan.ttl is None else wall + self._plan.ttl
         for index, buffer in self._buffers.items():
-            new = self.batch[index]
-            generation = self.reservation.outcomes[index].generation
-            label = self.plan.label(new, generation, expires)
-            encoded = self._pipeline.encode(label, self.plan.view, new.start, buffer.memory)
+            new = self._batch[index]
+            generation = self._reservation.outcomes[index].generation
+            label = self._plan.label(new, generation, expires)
+            encoded = self._pipeline.encode(label, self._plan.view, new.start, buffer.memory)
             self._sealed[index] = StoredPart(
                 part=new.part,
                 generation=generation,
                 parent=new.parent_key,
-                root=self.plan.root,
+                root=self._plan.root,
                 nbytes=encoded.nbytes,
-                tenant=self.plan.tenant,
-                exact=self.plan.fidelity == "exact",
+                tenant=self._plan.tenant,
+                exact=self._plan.fidelity == "exact",
                 lossless=encoded.lossless,
                 expires=expires,
             )
 
     def publish_in_memory(self) -> None:
         """Make the batch visible in a memory tier. Atomic: no await."""
-        memory = self.level.memory
+        memory = self._level.memory
         assert memory is not None
         for index in sorted(self._open):
             stored = self._sealed[index]
             buffer = self._buffers.pop(index)
-            if self._staged:
+            if not self._in_place:
                 slot = self._allocate_in(stored.nbytes)
                 if slot is not None:
                     _copy_bytes(buffer.memory[: stored.nbytes], slot.memory)
@@ -139,69 +151,90 @@ class Writing:
                     self._give_up([i for i in self._open if i >= index], SkipReason.FULL)
                     return
                 buffer = slot
-            if memory.adopt(stored, buffer):
+            if not self._in_use(index) and memory.adopt(stored, buffer):
                 self._publish(index)
             else:
                 buffer.release()
                 self._give_up([index], SkipReason.IN_FLIGHT)
 
-    async def write_and_publish(self) -> None:
-        """Write the batch to a medium and make it visible. Engine-owned."""
-        try:
-            order = sorted(self._open)
-            items = [WriteItem(self._sealed[i], self._buffers[i]) for i in order]
-            results = await self.core.write(self.level, items) if items else []
-            for index, result in zip(order, results, strict=True):
-                if result.status is IoStatus.OK:
-                    self._publish(index)
-                else:
-                    full = result.status is IoStatus.FULL
-                    rest = [i for i in self._open if i >= index]
-                    self._give_up(rest, SkipReason.FULL if full else SkipReason.FAILED)
-                    break
-        finally:
-            self.abandon()
+    def _in_use(self, index: int) -> bool:
+        """Whether somebody reads an older copy, whose memory adopting this one would free."""
+        core, level = self._core, self._level
+        state = core.decisions.state(self._batch[index].part, core.clock())
+        copied = any(tier != level.index for tier in state.pending)
+        return level.index in state.tiers and (copied or state.leases > 0)
+
+    def items(self) -> list[tuple[int, WriteItem]]:
+        """What is to be written to a medium, with the numbers of the parts."""
+        return [(i, WriteItem(self._sealed[i], self._buffers[i])) for i in sorted(self._open)]
+
+    def settle(self, results: Sequence[tuple[int, IoResult]]) -> None:
+        """Publish what was written; from the first failure on the rest is given up."""
+        for index, result in results:
+            if result.status is not IoStatus.OK:
+                full = result.status is IoStatus.FULL
+                rest = [i for i in self._open if i >= index]
+                self._give_up(rest, SkipReason.FULL if full else SkipReason.FAILED)
+                return
+            self._publish(index)
 
     def _publish(self, index: int) -> None:
         stored = self._sealed[index]
-        drops = self.core.decisions.commit(
-            self.reservation.id,
-            [index],
-            self.core.clock(),
-            charges=[self.level.backend.charge(stored.nbytes)],
-            lossless=[stored.lossless],
-        )
+        self._core.commit(self._level, self._reservation.id, [index], [stored])
         self._closed(index)
-        self.core.free(drops)
-        self.outcomes[index] = PartOutcome(True, None, self.level.index)
+        self.outcomes[index] = PartOutcome(True, None, self._level.index)
         self.published.append(stored)
 
     def _give_up(self, indices: Sequence[int], reason: SkipReason) -> None:
         for index in indices:
             self._closed(index)
-            self.outcomes[index] = PartOutcome(False, reason, self.level.index)
+            self.outcomes[index] = PartOutcome(False, reason, self._level.index)
             buffer = self._buffers.pop(index, None)
             if buffer is not None:
                 buffer.release()
-        self.core.free(
-            self.core.decisions.rollback(
-                self.reservation.id, list(indices), self.core.clock(), reason=reason
-            )
-        )
+        if indices:
+            self._core.rollback(self._reservation.id, list(indices), reason)
 
     def _closed(self, index: int) -> None:
         self._open.discard(index)
-        signal = self.core.storing.pop(self.batch[index].part, None)
+        signal = self._core.storing.pop(self._batch[index].part, None)
         if signal is not None:
             signal.set()
 
     def abandon(self) -> None:
-        """Roll back whatever was not published. Atomic, idempotent."""
-        if self._open:
-            self._give_up(sorted(self._open), SkipReason.FAILED)
+        """Roll back whatever was not published, as if it had never been. Atomic, idempotent."""
+        self._give_up(sorted(self._open), SkipReason.CLOSED)
         for buffer in self._buffers.values():
             buffer.release()
         self._buffers.clear()
+
+
+async def allocate(core: Core, works: Sequence[Writing]) -> None:
+    """Get memory for each reserved part; one acquisition of staging memory for all of them."""
+    for work in works:
+        work.allocate_in_place()
+    wanted = [(work, index) for work in works for index in work.to_stage()]
+    try:
+        slices = await stage(core.staging, [work.size_of(index) for work, index in wanted])
+    except CapacityError:
+        for work in {id(work): work for work, _ in wanted}.values():
+            work.refuse(SkipReason.TOO_LARGE)
+        return
+    for (work, index), piece in zip(wanted, slices, strict=True):
+        work.take(index, piece)
+
+
+async def write_and_publish(core: Core, level: Level, works: Sequence[Writing]) -> None:
+    """Write several chains to a medium in one call and make them visible. Engine-owned."""
+    try:
+        chains = [(work, work.items()) for work in works]
+        items = [item for _, mine in chains for _, item in mine]
+        results = iter(await core.write(level, items) if items else [])
+        for work, mine in chains:
+            work.settle([(index, next(results)) for index, _ in mine])
+    finally:
+        for work in works:
+            work.abandon()
 
 
 def frame_bytes(pipeline: Pipeline, new: NewPart) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Backend
     from tierkv.blocks import PartId
 
-__all__ = ["CrashReport", "disk_usage", "run_crashes"]
+__all__ = ["CrashReport", "disk_usage", "main", "run_crashes"]
 
 _NUMBERS: Final = 48
 _MAX_BYTES: Final = 60_000

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -48,7 +48,18 @@ _IGNORED_CONFIG = frozenset(
     }
 )
 
-_Stamp = tuple["weakref.ref[torch.Tensor]", int, int]
+
+class _Stamp(NamedTuple):
+    """What tells whether a tensor is the one that was read, unchanged."""
+
+    # the weak reference tells a new tensor from an old one whose address and id were reused
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    version: int
+
+    def still(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is the same object, at the same place, not written since."""
+        return self.tensor() is tensor and self[1:] == _stamp(tensor)[1:]
 
 
 def _plain(value: Any) -> Any:
@@ -88,9 +99,8 @@ def _digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _stamp(tensor: torch.Tensor) -> _Stamp:
-    # the weak reference tells a new tensor from an old one whose address and id were reused
     version = -1 if tensor.is_inference() else tensor._version
-    return weakref.ref(tensor), tensor.data_ptr(), version
+    return _Stamp(weakref.ref(tensor), tensor.data_ptr(), version)
 
 
 def _adapter_layers(model: Any) -> Iterator[tuple[str, Any]]:
@@ -120,7 +130,7 @@ class ModelIdentity:
     def __init__(self, model: Any) -> None:
         self.readings = 0
         self._model = model
-        self._stamps: dict[str, list[_Stamp]] = {}
+        self._stamps: dict[str, dict[str, _Stamp]] = {}
         self._digests: dict[str, str] = {}
 
     def refresh(self) -> None:
@@ -172,10 +182,14 @@ class ModelIdentity:
         return base, adapters
 
     def _cached(self, key: str, named: dict[str, torch.Tensor]) -> str:
-        stamps = [_stamp(tensor) for tensor in named.values()]
-        if key not in self._digests or stamps != self._stamps.get(key):
+        known = self._stamps.get(key, {})
+        same = named.keys() == known.keys() and all(
+            known[name].still(tensor) for name, tensor in named.items()
+        )
+        if key not in self._digests or not same:
+            # stamped before it is read: a change meanwhile is seen at the next call
+            self._stamps[key] = {name: _stamp(tensor) for name, tensor in named.items()}
             self._digests[key] = _digest(named.items())
-            self._stamps[key] = stamps
             self.readings += 1
         return self._digests[key]
 

@@ -157,6 +157,7 @@ def _download(wheel: Wheel, work: Path, progress: Callable[[str, float], None] |
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(work), wheel.requirement]
     log = work / "pip.log"
+    share = 0.0  # never goes back, although pip moves files about
     # pip's own scratch space inside ours: its growth is the progress of the download
     environment = os.environ | {"TMPDIR": str(work)}
     with (
@@ -165,8 +166,9 @@ def _download(wheel: Wheel, work: Path, progress: Callable[[str, float], None] |
     ):
         try:
             while pip.poll() is None:
+                share = max(share, min(0.99, _growth(work, wheel) / wheel.nbytes))
                 if progress is not None:
-                    progress("download", min(0.99, _growth(work, wheel) / wheel.nbytes))
+                    progress("download", share)
                 time.sleep(0.1)
         finally:
             pip.kill()  # only matters when this thread was interrupted; a dead process ignores it

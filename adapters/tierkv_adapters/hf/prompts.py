@@ -84,11 +84,13 @@ def _encode_chat(text: str, history: Sequence[int], tokenizer: Any) -> list[int]
         whole = _render(tokenizer, [user])
         return list(tokenizer(whole, add_special_tokens=False)["input_ids"])
     # what a template puts between the end of a reply and the next reply, whatever came before
-    before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-    head, found, rest = _render(tokenizer, [*before, user]).rpartition(_MARK)
+    mark = _MARK
+    while mark in text:
+        mark += "x"
+    before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
+    _, found, rest = _render(tokenizer, [*before, user]).rpartition(mark)
     if not found or text not in rest:
         raise AttachError("this chat template drops earlier turns and cannot continue a session")
-    del head
     ids: list[int] = list(tokenizer(rest, add_special_tokens=False)["input_ids"])
     # the reply's own end token is in the history already if the model emitted it
     if ids and ids[0] == history[-1] and ids[0] in tokenizer.all_special_ids:

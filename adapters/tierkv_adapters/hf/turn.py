@@ -7,7 +7,6 @@ The model runs in a worker thread; the engine's loop feeds it. Everything that b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from concurrent.futures import Future
@@ -263,12 +262,13 @@ class Turn:
         )
         try:
             output = await absorb(run, self.stop)
-        finally:
-            if feed is not None:
-                _fail(self._arrivals, LoadIncomplete(0, "the model stopped before all layers came"))
-                match.close()
-                with contextlib.suppress(TierKVError):
-                    await feed.wait()
+        except BaseException:
+            # a read that hangs holds nobody: it lands in this attempt's cache, which is dropped
+            _fail(self._arrivals, LoadIncomplete(0, "the model stopped before all layers came"))
+            match.close()
+            raise
+        if feed is not None:
+            await feed.wait()  # the model has used every layer: this is over, or about to be
         return output, dict(by_tier)
 
     def _call(

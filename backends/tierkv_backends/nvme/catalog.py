@@ -260,10 +260,6 @@ class Catalog:
                         blocks += os.stat(name, dir_fd=self._root).st_blocks
             self._space.metadata.disk = blocks * 512
 
-    def close(self) -> None:
-        """Close the journal. Idempotent."""
-        self._journal.close()
-
     # ------------------------------------------------------------------ inside
 
     def _append(self, batch: Sequence[bytes]) -> None:

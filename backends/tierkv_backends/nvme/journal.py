@@ -48,6 +48,7 @@ class Journal:
         self._end = 0
         self._size = 0
         self._sequence = 0
+        self._new_name = False
         self.damaged = 0
 
     @property
@@ -118,7 +119,9 @@ class Journal:
     def sync(self) -> None:
         """Make the records so far survive a crash of the machine."""
         os.fdatasync(self._fd)
-        os.fsync(self._root)
+        if self._new_name:
+            os.fsync(self._root)
+            self._new_name = False
 
     def rotate(self) -> None:
         """Go on in a new file; the old ones are removed by the next :meth:`publish`.
@@ -170,6 +173,7 @@ class Journal:
             os.unlink(_name(number), dir_fd=self._root)
             raise
         self._number = number
+        self._new_name = True
         self._attach(fd, 0)
 
     def _attach(self, fd: int, end: int) -> None:

@@ -70,7 +70,9 @@ class Root:
         self.fd = self._open_directory()
         try:
             self._refuse_foreign()
+            self._read_superblock()  # another version is refused before anything is touched
             self._lock = self._take_lock()
+            os.fchmod(self.fd, 0o700)
             self.superblock = self._read_superblock() or self._make_superblock(segment_pages)
         except OSError as error:
             self.close()
@@ -132,7 +134,6 @@ class Root:
             )
 
     def _take_lock(self) -> int:
-        os.fchmod(self.fd, 0o700)
         fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from tierkv.buffers import Arena
 from tierkv.extents import Extent
-from tierkv_backends.nvme.transfer import PAGE, Piece
+from tierkv_backends.nvme.transfer import PAGE, Piece, move
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -178,11 +178,9 @@ class Segments:
             os.posix_fallocate(fd, offset, length)
             while length:
                 window = self._zeros[: min(length, _ZEROS)]
-                done = os.pwritev(fd, [window], offset) // PAGE * PAGE
-                if done <= 0:
-                    raise OSError(errno.EIO, "the file accepts no more bytes")
-                offset += done
-                length -= done
+                move(fd, [window], offset, writing=True, align=PAGE)
+                offset += len(window)
+                length -= len(window)
         except OSError:
             with contextlib.suppress(OSError):
                 _punch(fd, page * PAGE, extent.pages * PAGE)

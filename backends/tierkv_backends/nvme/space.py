@@ -49,7 +49,7 @@ class Metadata:
         checkpoint at most; rounded up to whole steps so that it moves seldom.
         """
         live = self.live + extra
-        need = max(3 * live, self.disk + live) + self.step + _SLACK
+        need = max(3 * live, self.disk + extra + live) + self.step + _SLACK
         return -(-need // self.step) * self.step
 
 

@@ -111,7 +111,7 @@ class Store:
             try:
                 self.catalog.recover(segments)
             except BaseException:
-                self.catalog.close()
+                journal.close()
                 raise
         except BaseException as error:
             if segments is not None:
@@ -122,6 +122,7 @@ class Store:
                 raise BackendError(settings.tier, message) from error
             raise
         self._root, self._segments, self._space = root, segments, space
+        self._journal = journal
         self._files = len(segments)
         self._scratch = Scratch(_SCRATCH)
         self._flush_error: OSError | None = None
@@ -207,31 +208,30 @@ class Store:
         """Write a batch; see :meth:`tierkv.abc.Backend.write`. Blocks."""
         results: dict[int, IoResult] = {}
         drafts: list[Draft] = []
-        pending = 0
-        for item, (stored, buffer) in enumerate(items):
-            if self.catalog.newer(stored):
-                results[item] = _MISSING
-            elif buffer.nbytes < stored.nbytes:
-                results[item] = _SHORT
-            else:
-                pending += _RECORD + len(stored.tenant)
-                draft = self._draft(item, items[item], pending)
-                if isinstance(draft, Draft):
-                    drafts.append(draft)
-                else:
-                    results[item] = draft
         transfer = Transfer(writing=True, direct=self.direct, scratch=self._scratch)
-        pieces: list[Piece] = []
-        for draft in drafts:
-            memory = _padded(items[draft.item])
-            pieces.extend(self._segments.pieces(draft.item, draft.extents, 0, memory))
-        transfer.run(pieces)
+        try:
+            self._allocate(items, drafts, results)
+            transfer.run(
+                [
+                    piece
+                    for draft in drafts
+                    for piece in self._segments.pieces(
+                        draft.item, draft.extents, 0, _padded(items[draft.item])
+                    )
+                ]
+            )
+        except BaseException:  # a buffer that is none any more, no memory: nothing was shown yet
+            for draft in drafts:
+                self._space.free(draft.extents)
+            raise
         self._segments.written(extent for draft in drafts for extent in draft.extents)
         results.update(transfer.failed)
+        written = []
         for draft in drafts:
             if draft.item in transfer.failed:
                 self._space.free(draft.extents)
-        written = [draft for draft in drafts if draft.item not in transfer.failed]
+            else:
+                written.append(draft)
         results.update(self.catalog.commit(written))
         self.catalog.checkpoint()
         self._notice_files()
@@ -268,17 +268,32 @@ class Store:
 
     def close(self) -> None:
         """Close all files and give the root up."""
-        self.catalog.close()
+        self._journal.close()
         self._segments.close()
         self._root.close()
 
-    def _draft(self, item: int, write: WriteItem, pending: int) -> Draft | IoResult:
-        nbytes = write.stored.nbytes
-        try:
-            extents = self._space.allocate(max(1, -(-nbytes // PAGE)), pending)
-        except OSError as error:
-            return failure(error)
-        return _FULL if extents is None else Draft(item, write.stored, extents)
+    def _allocate(
+        self, items: Sequence[WriteItem], drafts: list[Draft], results: dict[int, IoResult]
+    ) -> None:
+        """Find room for each item: a draft, or a result that says why not."""
+        pending = 0
+        for item, (stored, buffer) in enumerate(items):
+            if self.catalog.newer(stored):
+                results[item] = _MISSING
+                continue
+            if buffer.nbytes < stored.nbytes:
+                results[item] = _SHORT
+                continue
+            pending += _RECORD + len(stored.tenant)
+            try:
+                extents = self._space.allocate(max(1, -(-stored.nbytes // PAGE)), pending)
+            except OSError as error:
+                results[item] = failure(error)
+                continue
+            if extents is None:
+                results[item] = _FULL
+            else:
+                drafts.append(Draft(item, stored, extents))
 
     def _notice_files(self) -> None:
         # the directory itself grows with its entries

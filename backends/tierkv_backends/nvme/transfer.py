@@ -19,7 +19,7 @@ import numpy as np
 from tierkv.abc import IoResult, IoStatus
 from tierkv.buffers import Arena, ArenaBuffer
 
-__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "write_all"]
+__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "failure", "move", "write_all"]
 
 PAGE: Final = 4096
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
@@ -104,7 +104,7 @@ class Transfer:
 
     def _align(self, piece: Piece, held: list[ArenaBuffer]) -> list[_Step]:
         item, fd, offset, memory = piece
-        if offset % PAGE or address(memory) % PAGE:
+        if offset % PAGE or _address(memory) % PAGE:
             self._bounce(piece)
             return []
         whole = len(memory) // PAGE * PAGE
@@ -145,8 +145,9 @@ class Transfer:
     def _move(self, group: list[_Step]) -> None:
         first = group[0].piece
         views = [step.piece.memory for step in group]
+        align = PAGE if self.direct else 1
         try:
-            done = self._vector(first.fd, views, first.offset)
+            done, calls = move(first.fd, views, first.offset, writing=self.writing, align=align)
         except OSError as error:
             if len(group) > 1:  # find out whose fault it is: the others need not suffer
                 for step in group:
@@ -154,6 +155,7 @@ class Transfer:
                 return
             self.failed.setdefault(first.item, failure(error))
             return
+        self.calls += calls
         for step in group:
             size = len(step.piece.memory)
             # the padding of a last page may lie behind the end of a file cut short
@@ -164,29 +166,41 @@ class Transfer:
                 _copy(step.piece.memory[:wanted], step.copy_to)
             done = max(0, done - size)
 
-    def _vector(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Move all views; return the bytes done, less than all only at the end of a file.
 
-        Raises:
-            OSError: of the medium; also if a write makes no progress.
-        """
-        call: _Call = os.pwritev if self.writing else os.preadv
-        done = 0
-        while views:
-            try:
-                self.calls += 1
-                moved = call(fd, views, offset + done)
-            except InterruptedError:
-                continue
-            if self.direct and moved % PAGE:
-                moved -= moved % PAGE  # the next call must start aligned again
-            if moved <= 0:
-                if self.writing:
-                    raise OSError(errno.EIO, "the file accepts no more bytes")
-                break
-            done += moved
-            views = _advance(views, moved)
-        return done
+def move(
+    fd: int, views: Sequence[memoryview], offset: int, *, writing: bool, align: int
+) -> tuple[int, int]:
+    """Read or write all of ``views`` at ``offset``, however short the single calls are.
+
+    Args:
+        fd: File.
+        views: Memory, in file order.
+        offset: First byte in the file.
+        writing: Direction.
+        align: Granularity at which a call may start again after a short count (1, or 4 KiB).
+
+    Returns:
+        Bytes moved, less than all only at the end of a file being read; and system calls made.
+
+    Raises:
+        OSError: of the medium; also if a write makes no progress.
+    """
+    call: _Call = os.pwritev if writing else os.preadv
+    done = calls = 0
+    while views:
+        calls += 1
+        try:
+            moved = call(fd, views, offset + done)
+        except InterruptedError:
+            continue
+        moved -= moved % align
+        if moved <= 0:
+            if writing:
+                raise OSError(errno.EIO, "the file accepts no more bytes")
+            break
+        done += moved
+        views = _advance(views, moved)
+    return done, calls
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
@@ -212,7 +226,7 @@ def failure(error: OSError) -> IoResult:
     return IoResult(IoStatus.FULL if error.errno in _NO_ROOM else IoStatus.ERROR, error)
 
 
-def address(memory: memoryview) -> int:
+def _address(memory: memoryview) -> int:
     """Address of the first byte."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 

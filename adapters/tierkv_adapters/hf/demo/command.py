@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tierkv.blocking import CacheManager
 from tierkv.errors import ConfigError
 from tierkv_adapters.hf.demo.figures import Report, Restart, Turn
+from tierkv_adapters.hf.demo.loading import find_model, load_model
 from tierkv_adapters.hf.demo.restart import Request, answer, ask_new_process
 from tierkv_adapters.hf.demo.scenario import Scenario, demo_tiers
 from tierkv_adapters.hf.demo.script import CHAT_TOKENS, DOCUMENT_TOKENS, write_script
 from tierkv_adapters.hf.handle import attach
-from tierkv_adapters.hf.models import MODELS, ensure_model
+from tierkv_adapters.hf.models import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,8 +55,8 @@ def demo(
     small for both: blocks go to disk and come back. Then the process starts anew and goes on.
     """
     log = Console(stderr=True)
-    directory = _model_directory(model, log)
-    live, tokenizer = _load(directory)
+    directory = _fetch(model, log)
+    live, tokenizer = load_model(directory)
     with contextlib.ExitStack() as stack:
         if keep is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierkv-demo-")))
@@ -126,42 +126,18 @@ def _check_context(model: Any, script: Script, new_tokens: int) -> None:
         )
 
 
-def _model_directory(model: str, log: Console) -> Path:
+def _fetch(model: str, log: Console) -> Path:
     if model not in MODELS:
-        directory = Path(model)
-        if not (directory / "config.json").is_file():
-            raise ConfigError(
-                f"--model {model!r} is neither {' nor '.join(sorted(MODELS))} nor a directory with "
-                "a Transformers model (no config.json there)"
-            )
-        return directory
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), console=log, transient=True)
-    with bar:
+        return find_model(model)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), console=log, transient=True
+    ) as bar:
         task = bar.add_task(f"model {model}", total=1.0)
 
         def show(stage: str, share: float) -> None:
             bar.update(task, description=f"model {model}: {stage}", completed=share)
 
-        return ensure_model(model, show)
-
-
-def _load(directory: Path) -> tuple[Any, Any]:
-    """Load a model in float32 and its tokenizer, from files only.
-
-    Raises:
-        ConfigError: if Transformers cannot read them.
-    """
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype="float32", local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"Transformers cannot load the model in {directory}: {error}") from error
-    finally:
-        transformers.utils.logging.enable_progress_bar()
-    return model.eval(), tokenizer
+        return find_model(model, show)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tierkv.units import format_bytes
@@ -26,9 +27,9 @@ MOSTLY_OLD: Final = 0.10
 _NEXT: Final = """What to try next
   tierkv demo --model DIR     your own model, in a Transformers directory
   tierkv demo --model gemma3  a model with sliding-window layers
-  tierkv demo --keep DIR      keep the store; the second time, even the first turn is a hit
+  tierkv demo --keep DIR      keep the store: next time even the first turn is a hit
   tierkv demo --json          these figures for a program
-  tierkv config show          every setting of an engine, e.g. the sizes of its tiers"""
+  tierkv config show          every setting of an engine"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,16 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print the table and what it means."""
-        table = Table(title=f"{self.model}: time to first token, cold and returning")
+        table = Table(
+            title=f"{self.model}: time to first token, cold and returning",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
+        )
         for name in ("turn", "prompt", "reused", "tier", "cold", "restored", "speed-up"):
-            table.add_column(name, justify="left" if name in ("turn", "tier") else "right")
-        table.add_column("identical")
+            text = name in ("turn", "tier")
+            table.add_column(name, justify="left" if text else "right", no_wrap=True)
+        table.add_column("identical", no_wrap=True)
         for turn in self.turns:
             speed = f"{1 / turn.ratio:.1f}x" if turn.reused_tokens else "-"
             table.add_row(
@@ -161,7 +168,7 @@ class Report:
         back = self.restart
         table.add_section()
         table.add_row(
-            "chat, restarted",
+            "after restart",
             str(back.prompt_tokens),
             str(back.reused_tokens),
             back.tier or "-",
@@ -182,10 +189,9 @@ class Report:
                 f"{self.ttft_ratio_median:.0%} of the cold time (median)"
             )
         console.print(
-            "identical: the same reply as the model resuming its own in-memory cache at the same "
-            "token"
+            "identical: the reply of the model that resumes its own in-memory cache there"
         )
-        console.print(_NEXT, highlight=False)
+        console.print(f"\n{_NEXT}", highlight=False, soft_wrap=True)
 
 
 def _yes(value: bool) -> str:

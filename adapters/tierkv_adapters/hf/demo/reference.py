@@ -91,8 +91,9 @@ class Memory:
         if not 0 < tokens <= self.tokens:
             raise LayoutError(f"cannot resume after {tokens} tokens: {self.tokens} are in memory")
         cache = Recorder(self._model)
+        layers: list[Any] = cache.layers
         with torch.no_grad():
-            for index, layer in enumerate(cache.layers):
+            for index, layer in enumerate(layers):
                 ((keys, values),) = self._upto(index, tokens)
                 # by the layer's own rule: a sliding one keeps only its window, as it would have
                 layer.update(keys, values)

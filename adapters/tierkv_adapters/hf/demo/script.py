@@ -85,19 +85,19 @@ def write_script(tokenizer: Any, seed: int, plain: bool) -> Script:
     document = _grow(tokenizer, _chapters(draw), DOCUMENT_TOKENS)
     readers = [
         Ask(
-            f"document, {who} reader",
+            f"document {who}",
             "document",
             f"reader {who}",
             _say(f"{document}\n\n{question}", plain, False),
         )
         for who, question in (
-            ("1st", "What is this book about?"),
-            ("2nd", "Who is named in the first chapter?"),
+            (1, "What is this book about?"),
+            (2, "Who is named in the first chapter?"),
         )
     ]
     # the document in the middle pushes the chat out of memory, and the chat the document
     asks = (*turns[:3], readers[0], *turns[3:], readers[1])
-    return Script(asks, Ask("chat, restarted", "chat", "chat", _say(_RETURNING, plain, True)))
+    return Script(asks, Ask("after restart", "chat", "chat", _say(_RETURNING, plain, True)))
 
 
 def _say(text: str, plain: bool, later: bool) -> str:

@@ -1,0 +1,174 @@
+"""What the synchronous face costs: 32 threads on a manager against 32 tasks on an engine.
+
+Both have a RAM tier of their own and do the same turns: match and load a prefix, store one new
+block. Rounds are interleaved in pairs in one process; ``ratio`` is the median over the pairs of
+manager throughput / engine throughput. Run with ``python -m benchmarks.sync [--json]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import torch
+
+import tierkv
+from benchmarks.report import emit, paired
+from tierkv.blocking import CacheManager
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+SESSIONS = 32
+BLOCK = 64
+CAPACITY = "768MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of turn: a model's layout, how many blocks of prefix are loaded, turns per round."""
+
+    name: str
+    layout: tierkv.Layout
+    prefix: int
+    turns: int
+
+    @property
+    def space(self) -> tierkv.Space:
+        """Space of all sessions."""
+        return tierkv.Space(tierkv.Identity("bench", "1"), self.layout, block_tokens=BLOCK)
+
+
+CASES = (
+    Case("small: 256 KiB in, 64 KiB out", tierkv.Layout.uniform(2, 2, 64, "float16"), 4, 8),
+    Case("chat turn: 4 MiB in, 512 KiB out", tierkv.Layout.uniform(8, 4, 64, "float16"), 8, 4),
+)
+
+
+class Chat:
+    """One session's memory and prompts: a fixed prefix, then a block that is new in each turn."""
+
+    def __init__(self, case: Case, number: int) -> None:
+        self.name = f"chat-{number}"
+        self.prefix = [number * 100_000 + i for i in range(case.prefix * BLOCK)]
+        self._turn = number * 1_000_000
+        layers = [
+            tuple(torch.rand(heads, (case.prefix + 1) * BLOCK, dim).half() for heads, dim in shapes)
+            for shapes in ([t.shape for t in layer.tensors] for layer in case.layout.groups[0].layers)
+        ]
+        self.view = tierkv.views.dense([(k, v) for k, v in layers])
+
+    def prompt(self) -> list[int]:
+        """Token ids of the next turn, the new block included."""
+        self._turn += 1
+        return [*self.prefix, *([self._turn] * BLOCK)]
+
+
+class OnEngine:
+    """32 tasks on an engine."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.chats = [Chat(case, number) for number in range(SESSIONS)]
+        self._runner = asyncio.Runner()
+        self._stack = AsyncExitStack()
+
+    def __enter__(self) -> Self:
+        self._runner.run(self._open())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._runner.run(self._stack.aclose())
+        self._runner.close()
+
+    async def _open(self) -> None:
+        tiers = [tierkv.Tier("host", CAPACITY)]
+        self._engine = await self._stack.enter_async_context(
+            tierkv.open(tiers=tiers, space=self.case.space)
+        )
+        for chat in self.chats:
+            async with self._engine.session(chat.name) as session:
+                await session.store(chat.prefix, chat.view)
+
+    def round(self) -> None:
+        """All sessions take their turns."""
+        self._runner.run(self._round())
+
+    async def _round(self) -> None:
+        async with anyio.create_task_group() as group:
+            for chat in self.chats:
+                group.start_soon(self._turns, chat)
+
+    async def _turns(self, chat: Chat) -> None:
+        for _ in range(self.case.turns):
+            async with self._engine.session(chat.name) as session:
+                ids = chat.prompt()
+                async with session.match(ids) as match:
+                    loaded = await match.load(chat.view)
+                stored = await session.store(ids, chat.view, start=loaded.tokens)
+            assert (loaded.tokens, stored.stored) == (len(chat.prefix), 1)
+
+
+class OnManager:
+    """32 threads on a manager; they live as long as it does."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.chats = [Chat(case, number) for number in range(SESSIONS)]
+        self._manager = CacheManager(tiers=[tierkv.Tier("host", CAPACITY)], space=case.space)
+        self._begin = threading.Barrier(SESSIONS + 1)
+        self._end = threading.Barrier(SESSIONS + 1)
+        self._over = False
+        self._threads = [threading.Thread(target=self._work, args=(c,)) for c in self.chats]
+
+    def __enter__(self) -> Self:
+        self._manager.open()
+        for chat in self.chats:
+            self._manager.create_session(chat.name)
+            self._manager.store(chat.prefix, chat.view, session=chat.name)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over = True
+        self._begin.wait()
+        for thread in self._threads:
+            thread.join()
+        self._manager.close()
+
+    def round(self) -> None:
+        """All sessions take their turns."""
+        self._begin.wait()
+        self._end.wait()
+
+    def _work(self, chat: Chat) -> None:
+        while True:
+            self._begin.wait()
+            if self._over:
+                return
+            with self._manager.use_session(chat.name):
+                for _ in range(self.case.turns):
+                    self._turn(chat)
+            self._end.wait()
+
+    def _turn(self, chat: Chat) -> None:
+        ids = chat.prompt()
+        loaded = self._manager.load(ids, chat.view)
+        stored = self._manager.store(ids, chat.view, start=loaded.tokens)
+        assert (loaded.tokens, stored.stored) == (len(chat.prefix), 1)

@@ -1,0 +1,145 @@
+"""The ``nvme`` tier: who owns a root, and what is done to a directory that is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.backends.nvme_bench import Nvme
+from tierkv.abc import OK
+from tierkv.errors import BackendError, RootLockedError
+from tierkv.testing.bench import contents, part
+from tierkv.workers import Workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+async def test_two_owners_are_refused(tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path) as bench:
+        with pytest.raises(RootLockedError, match=f"in use by process {os.getpid()}") as caught:
+            async with Nvme().opened(tmp_path):
+                pass
+        assert "{worker}" in str(caught.value)
+        assert caught.value.tier == "nvme"
+        assert await bench.write(part(0, 100)) == [OK]
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.read(part(0, 100)) == [contents(part(0, 100))]
+
+
+async def test_opening_twice_is_refused(tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path) as bench:
+        with pytest.raises(BackendError, match="open already"):
+            await bench.backend.open(bench.workers)
+
+
+@pytest.mark.usefixtures("no_fd_leaks")
+async def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    root.mkdir()
+    (root / "thesis.tex").write_text("years of work")
+    with pytest.raises(BackendError, match="directory of its own"):
+        async with Nvme().opened(tmp_path):
+            pass
+    assert snapshot(root) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.usefixtures("no_fd_leaks")
+@pytest.mark.parametrize("version", [0, 2, "1"])
+async def test_d6_other_versions_are_left_alone(version: object, tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 5000))
+    root = tmp_path / "kv"
+    block = json.loads((root / "tierkv.json").read_text())
+    (root / "tierkv.json").write_text(json.dumps(block | {"version": version}))
+    before = snapshot(root)
+    with pytest.raises(BackendError, match="format version"):
+        async with Nvme().opened(tmp_path):
+            pass
+    assert snapshot(root) == before
+    (root / "tierkv.json").write_text(json.dumps(block))
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.read(part(0, 5000)) == [contents(part(0, 5000))]
+
+
+@pytest.mark.usefixtures("no_fd_leaks")
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "tierkv-nvme", "version": 1}', "\0"])
+async def test_damaged_superblocks_are_refused(text: str, tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path):
+        pass
+    (tmp_path / "kv" / "tierkv.json").write_text(text)
+    with pytest.raises(BackendError, match="cannot be read"):
+        async with Nvme().opened(tmp_path):
+            pass
+
+
+async def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o755)
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 5000))
+        for number in range(400):  # enough for a checkpoint
+            await bench.write(part(1, 64, number + 1))
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "kv").iterdir()}
+        assert "checkpoint" in modes
+        assert set(modes.values()) == {0o600}
+        assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+async def test_names_of_parts_and_tenants_are_in_no_file_name(tmp_path: Path) -> None:
+    stored = part(0, 5000, tenant="../../etc/passwd\0\n")
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.write(stored) == [OK]
+        names = sorted(p.name for p in (tmp_path / "kv").iterdir())
+        assert names == ["LOCK", "journal-000000000001", "segment-00000", "tierkv.json"]
+    async with Nvme().opened(tmp_path) as bench:
+        assert list(bench.found) == [stored]
+
+
+async def test_a_root_half_made_is_finished(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    root.mkdir()
+    for name in ("LOCK", "tierkv.json.tmp", "probe"):
+        (root / name).write_bytes(b"")
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.write(part(0, 100)) == [OK]
+
+
+async def test_unusable_paths_say_so(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    with pytest.raises(BackendError, match="cannot make or open the directory"):
+        async with Nvme().opened(tmp_path):
+            pass
+
+
+@pytest.mark.usefixtures("no_fd_leaks")
+async def test_cancelled_open_gives_the_root_up(tmp_path: Path) -> None:
+    import asyncio
+
+    workers = Workers()
+    await workers.start()
+    opened = workers.spawn(Nvme().make(tmp_path, 1 << 20).open, workers)
+    await asyncio.sleep(0.001)
+    await workers.aclose()
+    assert opened.done()
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.write(part(0, 100)) == [OK]
+
+
+async def test_a_segment_size_belongs_to_its_root(tmp_path: Path) -> None:
+    parts = [part(i, 60_000) for i in range(8)]
+    async with Nvme(segment="128KiB").opened(tmp_path) as bench:
+        await bench.write(*parts)
+    async with Nvme(segment="1MiB").opened(tmp_path) as bench:
+        assert await bench.read(*parts) == [contents(p) for p in parts]
+        assert await bench.write(part(9, 200_000)) == [OK]
+        assert await bench.read(part(9, 200_000)) == [contents(part(9, 200_000))]

@@ -1,0 +1,200 @@
+"""The sessions of a manager, and the spaces that they live in."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import TYPE_CHECKING
+
+from tierkv.blocking.lifetime import Lifetime
+from tierkv.blocking.names import CurrentSession, SessionEntry, SessionNames
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.session import SessionInfo
+from tierkv.units import parse_duration
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from tierkv.engine import Engine
+    from tierkv.layout import Space
+    from tierkv.session import Session
+
+__all__ = ["NamedSessions"]
+
+_FIDELITIES = ("exact", "lossy")
+
+
+class NamedSessions(Lifetime):
+    """Names sessions and opens them in the engine."""
+
+    def __init__(self, engine: Engine, space: Space | None, fidelity: str) -> None:
+        super().__init__(engine)
+        self._fidelity = fidelity
+        self._spaces: dict[bytes, Space] = {}
+        self._names = SessionNames()
+        self._current = CurrentSession()
+        if space is not None:
+            self.bind(space)
+
+    def __repr__(self) -> str:
+        state = "open" if self._loop.is_open() else "closed"
+        return f"<{type(self).__name__} {self.config.name}: {state}, {len(self._names)} sessions>"
+
+    # ------------------------------------------------------------------ spaces
+
+    def bind(self, space: Space) -> None:
+        """Make a space known; adapters do it when they attach. Idempotent."""
+        self._spaces.setdefault(space.fingerprint, space)
+
+    def space(self, wanted: Space | None = None) -> Space:
+        """The space to work in: the one named, or the only one bound.
+
+        Raises:
+            ConfigError: if none was bound, or several were and none is named.
+        """
+        if wanted is not None:
+            return wanted
+        bound = list(self._spaces.values())
+        if len(bound) == 1:
+            return bound[0]
+        many = f"{len(bound)} spaces are" if bound else "no space is"
+        raise ConfigError(f"{many} bound to this manager: attach a model, or name space=")
+
+    # ------------------------------------------------------------------ sessions
+
+    def create_session(
+        self,
+        name: str | None = None,
+        *,
+        tenant: str = "",
+        ttl: float | str | None = None,
+        fidelity: str | None = None,
+        salt: bytes = b"",
+    ) -> str:
+        """Name a new session and return its name.
+
+        Args:
+            name: Unique in this manager; None makes one up.
+            tenant: Whose it is; tenants never share blocks.
+            ttl: How long its blocks live after their last use, e.g. ``"6h"``.
+            fidelity: ``"exact"`` or ``"lossy"``; None takes ``"lossy"`` if this manager was
+                configured with lossy compression, else ``"exact"``.
+            salt: Further secret that blocks must share to be reused.
+
+        Raises:
+            ConfigError: if the name is taken, or an argument is malformed.
+        """
+        name = name if name is not None else str(uuid.uuid4())
+        if not name or not isinstance(name, str):
+            raise ConfigError(f"a session's name is a non-empty string, not {name!r}")
+        fidelity = fidelity if fidelity is not None else self._fidelity
+        if fidelity not in _FIDELITIES:
+            raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
+        seconds = None if ttl is None else parse_duration(ttl)
+        self._names.add(SessionEntry(name, tenant, seconds, fidelity, salt))
+        return name
+
+    def use_session(self, name: str) -> AbstractContextManager[str]:
+        """Make a session the current one of this thread or task while the block runs; nests.
+
+        It is a context variable: it crosses awaits, and other threads and tasks do not see it.
+        As usual, a task started inside the block begins with a copy.
+
+        Raises:
+            ConfigError: if there is no such session.
+        """
+        self._names.get(name)
+        return self._current.use(name)
+
+    def current_session(self) -> str | None:
+        """Name of the session that :meth:`use_session` made current here, or None."""
+        return self._current.get()
+
+    def handle(self, name: str | None = None, space: Space | None = None) -> Session:
+        """A handle on a session, for adapters: on the engine's loop only (inside :meth:`call`).
+
+        Raises:
+            ConfigError: if there is no such session, or no space to work in.
+            TierKVError: in any other thread: an engine belongs to its loop.
+        """
+        if not self._loop.is_inside():
+            raise TierKVError("handles belong to the engine's loop: use manager.call(...)")
+        entry = self._names.get(self._named(name))
+        space = self.space(space)
+        self._bury()
+        session = self.engine.session(
+            entry.name,
+            tenant=entry.tenant,
+            ttl=entry.ttl,
+            fidelity=entry.fidelity,
+            salt=entry.salt,
+            space=space,
+        )
+        entry.spaces[space.fingerprint] = space
+        return session
+
+    def _named(self, name: str | None) -> str:
+        name = name if name is not None else self.current_session()
+        if name is None:
+            raise ConfigError("no session is current: name session=, or use 'with use_session(id)'")
+        return name
+
+    def clear_session(self, name: str) -> None:
+        """Drop a session's history, references and private tail; the name stays.
+
+        A turn that runs on it is waited for. Shared blocks stay until they are evicted.
+
+        Raises:
+            ConfigError: if there is no such session.
+            SessionBusyError: if a turn runs and the engine is set to refuse a second one.
+        """
+        self.call(self._clear, self._names.get(name))
+
+    async def _clear(self, entry: SessionEntry) -> None:
+        for space in list(entry.spaces.values()):
+            async with self.handle(entry.name, space) as session:
+                await session.begin_turn()
+                try:
+                    session.clear()
+                finally:
+                    session.end_turn()
+
+    def destroy_session(self, name: str) -> None:
+        """Drop a session and its name. Idempotent; never raises, never blocks.
+
+        Safe in ``__del__``, in any thread, after :meth:`close` and while the interpreter exits:
+        it only leaves a note, which every later call honours first.
+        """
+        try:
+            self._names.mark(name)
+            self._loop.soon(self._bury)
+        except Exception:  # noqa: BLE001 - while the interpreter exits, anything may be gone
+            pass
+
+    def _bury(self) -> None:
+        for entry in self._names.dead():
+            for space in entry.spaces.values():
+                self.engine.forget_session(entry.name, tenant=entry.tenant, space=space)
+
+    def sessions(self) -> list[SessionInfo]:
+        """Snapshot of every session that was created and not destroyed.
+
+        One that is used in several spaces shows its longest history, and its bytes in all.
+        """
+        return self.call(self._infos)
+
+    async def _infos(self) -> list[SessionInfo]:
+        entries = self._names.all()
+        self._bury()
+        known: dict[tuple[str, str], SessionInfo] = {}
+        for info in sorted(self.engine.sessions(), key=lambda i: i.tokens):
+            key = info.tenant, info.id
+            if (other := known.get(key)) is not None:
+                info = dataclasses.replace(
+                    info, nbytes=info.nbytes + other.nbytes, handles=info.handles + other.handles
+                )
+            known[key] = info
+        return [
+            known.get((e.tenant, e.name)) or SessionInfo(e.name, e.tenant, 0, 0, 0, 0, e.ttl)
+            for e in entries
+        ]
