@@ -59,7 +59,9 @@ class Chat:
         self._turn = number * 1_000_000
         layers = [
             tuple(torch.rand(heads, (case.prefix + 1) * BLOCK, dim).half() for heads, dim in shapes)
-            for shapes in ([t.shape for t in layer.tensors] for layer in case.layout.groups[0].layers)
+            for shapes in (
+                [t.shape for t in layer.tensors] for layer in case.layout.groups[0].layers
+            )
         ]
         self.view = tierkv.views.dense([(k, v) for k, v in layers])
 

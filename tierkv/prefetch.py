@@ -6,6 +6,7 @@ nobody has to wait for it.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tierkv.blocks import part_id
@@ -20,26 +21,33 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import FoundPart, Query
     from tierkv.layout import Space
     from tierkv.mover.core import Core
-    from tierkv.mover.fetch import Fetcher, Flight
+    from tierkv.mover.fetch import Fetcher
     from tierkv.workers import Job
 
 __all__ = ["Prefetcher"]
 
 
+_AT_ONCE = 4
+_IN_LINE = 256
+
+
 class Prefetcher:
     """Starts prefetches as engine-owned jobs.
 
-    All of them together have one window of bytes under way; what does not fit into it when its
-    turn comes is not prefetched. Bytes land in the fast tier itself, never in staging memory.
+    A few run at a time, each with its share of one window of bytes under way; the others wait in
+    line, and beyond the line a prefetch does nothing. Bytes land in the fast tier itself, never in
+    staging memory.
     """
 
     def __init__(self, core: Core, fetcher: Fetcher) -> None:
         self._core = core
         self._fetcher = fetcher
-        self.budget = core.window_bytes
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._share = max(core.window_bytes // _AT_ONCE, 1)
+        self.open = 0
 
     def __repr__(self) -> str:
-        return f"<Prefetcher: {self.budget} bytes left to have under way>"
+        return f"<Prefetcher: {self.open} running or waiting>"
 
     def start(self, space: Space, root: BlockKey, query: Query) -> Job[int]:
         """Bring the parts of a prefix into the fastest tier; the job's result counts them.
@@ -51,35 +59,39 @@ class Prefetcher:
 
     async def _run(self, space: Space, root: BlockKey, query: Query) -> int:
         core = self._core
+        if core.levels[0].memory is None or self.open >= _IN_LINE:
+            return 0  # there is no faster place to bring it to, or too much to bring already
         start = core.clock()
-        if core.levels[0].memory is None:
-            return 0  # there is no faster place to bring it to
         core.spaces.setdefault(space.fingerprint, space)
+        self.open += 1
+        try:
+            async with self._slots:
+                moved = await self._bring(space, root, query)
+        finally:
+            self.open -= 1
+        name = core.levels[0].name
+        core.observer.operation(op="prefetch", tier=name, seconds=core.clock() - start)
+        return moved
+
+    async def _bring(self, space: Space, root: BlockKey, query: Query) -> int:
+        core = self._core
         found = await find(core, query)
         lease = Lease(core, found.lease)
         moved = 0
         try:
             cold = [p for p in found.parts if core.levels[p.tier].memory is None]
-            for window in _windows(cold, self.budget):
-                size = sum(part.nbytes for part in window)
-                if size > self.budget:
-                    break
+            for window in _windows(cold, self._share):
                 wanted = [_wanted(p, space, root, query.keys) for p in window]
-                self.budget -= size
-                flights: list[Flight] = []
+                flights = self._fetcher.join(wanted, demand=False)
                 try:
-                    flights = self._fetcher.join(wanted, demand=False)
                     for flight in flights:
                         await flight.landed.wait()
                         moved += flight.header is not None
                 finally:
-                    self.budget += size
                     for flight in flights:
                         flight.leave()
         finally:
             lease.release()
-        name = core.levels[0].name
-        core.observer.operation(op="prefetch", tier=name, seconds=core.clock() - start)
         return moved
 
 

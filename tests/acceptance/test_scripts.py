@@ -49,7 +49,8 @@ def tokenizer() -> Any:
     inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=inner)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,8 @@ def model() -> Any:
         pad_token_id=0,
         initializer_range=0.3,
     )
-    return LlamaForCausalLM(config).to(DEVICE).eval()
+    llama: Any = LlamaForCausalLM(config)
+    return llama.to(DEVICE).eval()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -12,15 +11,15 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import anyio
+import anyio.lowlevel
 import pytest
 
 import tierkv
 from tests import kit
 from tierkv.blocking import CacheManager
-from tierkv.blocking.portal import EngineLoop
 from tierkv.errors import BackendError, ClosedError, ConfigError, RootLockedError, TierKVError
 from tierkv.testing.faults import Hanging, inject
+from tierkv.workers import Signal
 from tierkv_backends.host import HostBackend
 
 if TYPE_CHECKING:
@@ -78,12 +77,11 @@ def test_an_interrupt_while_opening_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, no_thread_leaks: None
 ) -> None:
     manager = CacheManager(tiers=[HOST])
-    loop: EngineLoop = manager._loop
 
     def interrupted() -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop._ready, "wait", interrupted)
+    monkeypatch.setattr(manager._loop._ready, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         manager.open()
     monkeypatch.undo()
@@ -161,8 +159,7 @@ def test_a_dropped_manager_says_so_and_ends(no_thread_leaks: None) -> None:
     manager = CacheManager(tiers=[HOST], name="dropped").open()
     gone = weakref.ref(manager)
     with pytest.warns(ResourceWarning, match="manager 'dropped' was never closed"):
-        del manager
-        gc.collect()
+        del manager  # the only reference: nothing of the engine holds the manager
     assert gone() is None  # and no_thread_leaks sees its thread end
 
 
@@ -273,7 +270,7 @@ def test_an_interrupt_cancels_the_call_and_nothing_else(manager: CacheManager) -
         try:
             await anyio.sleep_forever()
         finally:
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
             ended.append("cleaned up")
 
     thread = _interrupt_main(entered)
@@ -291,14 +288,13 @@ def test_an_interrupted_load_leaves_nothing_behind(no_thread_leaks: None) -> Non
         for name in "ab":
             manager.create_session(name)
         manager.store(ids, kv.view, session="a")
-        inside, leave = threading.Event(), threading.Event()
+        inside, leave = threading.Event(), Signal()
 
         async def hold_the_turn() -> None:
             async with manager.handle("a") as session:
                 await session.begin_turn()
                 inside.set()
-                while not leave.is_set():
-                    await anyio.sleep(0.01)
+                await leave.wait()
                 session.end_turn()
 
         holder = threading.Thread(target=manager.call, args=(hold_the_turn,))
@@ -309,7 +305,7 @@ def test_an_interrupted_load_leaves_nothing_behind(no_thread_leaks: None) -> Non
             manager.load(ids, mine.view, session="a")  # waits for its turn
         assert mine.untouched()
         assert manager.load(ids, mine.view, session="b").tokens == 32
-        leave.set()
+        manager._loop.soon(leave.set)
         holder.join()
         striker.join()
         assert manager.load(ids, mine.view, session="a").tokens == 32

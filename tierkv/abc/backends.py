@@ -145,7 +145,8 @@ class BackendStats:
         disk_bytes: Real bytes of everything under the root, as ``du`` counts; 0 for memory.
         capacity_bytes: Limit for ``live_bytes`` and ``disk_bytes``.
         mode: How bytes really travel here, e.g. ``"o_direct"``, ``"buffered"``, ``"memory"``.
-        details: Further named figures for people and tests.
+        details: Further named figures for people and tests. ``"usable_bytes"``, known before
+            the tier is opened too, is the part of the capacity that frames can count on.
     """
 
     entries: int

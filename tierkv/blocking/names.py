@@ -133,7 +133,9 @@ class SessionNames:
 
 
 def _drained(queue: SimpleQueue[_T]) -> list[_T]:
-    out = []
+    out: list[_T] = []
+    if queue.empty():  # nearly always, and much cheaper than the exception
+        return out
     with contextlib.suppress(Empty):
         while True:
             out.append(queue.get_nowait())

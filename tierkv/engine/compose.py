@@ -65,7 +65,7 @@ def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
     tiers = [
         TierLimits(
             name=tier.name,
-            capacity=tier.capacity_bytes,
+            capacity=_usable(level, tier.capacity_bytes),
             high=tier.high,
             low=tier.low,
             durable=level.backend.durable,
@@ -74,6 +74,11 @@ def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
         for tier, level in zip(config.tiers, levels, strict=True)
     ]
     return Decisions(tiers, policy=policies, tenants=tenant_limits(config), history=config.history)
+
+
+def _usable(level: Level, capacity: int) -> int:
+    """Bytes of a tier that frames can count on: a medium needs some for its own records."""
+    return int(level.backend.stats().details.get("usable_bytes", capacity))
 
 
 async def open_level(core: Core, level: Level) -> None:

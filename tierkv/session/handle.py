@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierkv import views
 from tierkv.blocks import part_id
 from tierkv.decisions.types import MissReason
 from tierkv.errors import ClosedError, ConfigError
-from tierkv.mover.store import store
-from tierkv.session.match import Match, follow, make_query
-from tierkv.session.saving import StoreResult, finish_store, plan_store
+from tierkv.session.batches import StoreRequest, store_many
+from tierkv.session.match import Match, make_query
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import PartState
     from tierkv.layout import Space
     from tierkv.mover.behind import FlushResult
+    from tierkv.mover.load import Progress
+    from tierkv.session.saving import StoreResult
     from tierkv.session.table import Runtime, SessionInfo, SessionState, SessionTable
     from tierkv.workers import Job
 
@@ -86,6 +86,7 @@ class Session:
         self.state = state
         self.lossy = fidelity == "lossy"
         self.quota = quota
+        self.lineage: list[Progress] = []
         self._table = table
         self._ttl = None if ttl is None else parse_duration(ttl)
         self._open = False
@@ -114,6 +115,11 @@ class Session:
         return self.state.ttl
 
     @property
+    def derived(self) -> str:
+        """How KV computed behind this handle's loads differs from exact KV; empty if not."""
+        return next((load.derived for load in self.lineage if load.derived), "")
+
+    @property
     def token_ids(self) -> list[int]:
         """Its history: the token ids of the last match or store."""
         return self.state.chain.tokens.tolist()
@@ -121,6 +127,8 @@ class Session:
     async def __aenter__(self) -> Session:
         if self._open:
             raise ClosedError(f"this handle on session {self.id!r} is open already")
+        if self.runtime.core.closed:
+            raise ClosedError("the engine is closed")
         self.state.handles += 1
         self._open = True
         if self._ttl is not None:
@@ -196,25 +204,14 @@ class Session:
             ClosedError: if the session or engine is closed.
             LayoutError: if the view does not fit the layout, or does not hold these tokens.
 
+        Blocks before ``start`` that have gone meanwhile are stored again, since those behind them
+        would be of no use.
+
         Cancellation: blocks published so far stay; the rest is as if never stored. At most one
         slice (32 MiB) of a gather is waited for.
         """
-        self.check_open()
-        views.check(kv, self.space.layout)
-        core = self.runtime.core
-        start_time = core.clock()
-        await self.begin_turn()
-        try:
-            await follow(self, token_ids, media)
-            plan = plan_store(self, token_ids, kv, start, tail)
-            await store(core, self.runtime.behind, [plan])
-            result = finish_store(self, plan)
-        finally:
-            self.end_turn()
-        core.observer.operation(
-            op="store", tier=core.levels[0].name, seconds=core.clock() - start_time
-        )
-        return result
+        request = StoreRequest(self, token_ids, kv, start, tail, media)
+        return (await store_many(self.runtime, [request]))[0]
 
     async def flush(self) -> FlushResult:
         """Make the session's parts durable, as far as there are tiers for it.
@@ -240,9 +237,8 @@ class Session:
             raise ConfigError(f"session {name!r} exists and has a history; fork to a new name")
         state = self._table.ensure(self.space, self.tenant, name, self.state.salt)
         state.chain = self.state.chain.fork()
-        state.lineage = list(self.state.lineage)
         state.ttl = self.state.ttl
-        return Session(
+        branch = Session(
             self.runtime,
             self._table,
             state,
@@ -250,6 +246,8 @@ class Session:
             fidelity="lossy" if self.lossy else "exact",
             quota=self.quota,
         )
+        branch.lineage = list(self.lineage)
+        return branch
 
     def clear(self) -> None:
         """Drop history, references and the private tail; shared blocks stay evictable."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from tierkv.blocks import part_id, split_part, tail_key
+from tierkv.blocks import part_id, tail_key
 from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.abc import View
-    from tierkv.blocks import BlockKey
+    from tierkv.blocks import BlockKey, KeyChain
     from tierkv.session.handle import Session
 
-__all__ = ["BlockOutcome", "StoreResult", "finish_store", "plan_store"]
+__all__ = ["BlockOutcome", "Saving", "StoreResult", "finish_store", "plan_store", "replan_store"]
+
+_STRICT = (GroupKind.FULL, GroupKind.LATENT)
+_SLICE_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +65,54 @@ class StoreResult:
         return sum(b.state == "skipped" for b in self.blocks)
 
 
+class Saving(NamedTuple):
+    """One store of one session, planned."""
+
+    plan: StorePlan
+    tail: Tail | None
+
+
 def plan_store(
-    session: Session, token_ids: Sequence[int], view: View, start: int, tail: bool
-) -> StorePlan:
-    """List the parts of a store, parents first. The session's chain must be up to date.
+    session: Session,
+    chain: KeyChain,
+    view: View,
+    start: int,
+    *,
+    tail: bool = False,
+) -> Saving:
+    """List the parts of a store, parents first.
+
+    Args:
+        session: Whose KV it is.
+        chain: Key chain of the tokens in the view.
+        view: The KV.
+        start: First token to store; rounded down to a block.
+        tail: Whether a partial block at the end is stored too.
 
     Raises:
         LayoutError: if ``start`` is not inside the token ids.
     """
     state = session.state
     size = state.space.block_tokens
-    if not 0 <= start <= len(token_ids):
-        raise LayoutError(f"start must be from 0 to {len(token_ids)} (the token ids), not {start}")
-    keys = state.chain.keys
+    total = len(chain.tokens)
+    if not 0 <= start <= total:
+        raise LayoutError(f"start must be from 0 to {total} (the token ids), not {start}")
+    keys = chain.keys
     parts = [
         new
         for block in range(start // size, len(keys))
-        for new in _block_parts(session, block, keys[block], size, len(token_ids))
+        for new in _block_parts(session, keys, block, keys[block], size, total)
     ]
-    rest = len(token_ids) - len(keys) * size
+    rest = total - len(keys) * size
+    partial = None
     if tail and rest:
         parent = keys[-1] if keys else state.root
-        tokens = state.chain.tokens[len(keys) * size :].tobytes()
+        tokens = chain.tokens[len(keys) * size :].tobytes()
         key = tail_key(parent, f"{state.tenant}\0{state.id}", tokens)
-        parts += _block_parts(session, len(keys), key, rest, len(token_ids), private=True)
-    derived = state.derived
-    return StorePlan(
+        parts += _block_parts(session, keys, len(keys), key, rest, total, private=True)
+        partial = Tail(len(keys), parent, tokens, key)
+    derived = session.derived
+    plan = StorePlan(
         space=state.space,
         root=state.root,
         view=view,
@@ -97,14 +123,45 @@ def plan_store(
         fidelity=f"derived:{derived}" if derived else "exact",
         ttl=state.ttl,
     )
+    return Saving(plan, partial)
+
+
+async def replan_store(session: Session, chain: KeyChain, saving: Saving) -> Saving | None:
+    """Start earlier where blocks that a store counted on have gone; None if they have not.
+
+    The view holds all tokens from the first, so that what was evicted or lost meanwhile can be
+    stored again.
+    """
+    plan = saving.plan
+    outcomes = zip(plan.parts, plan.outcomes, strict=True)
+    broken = next((new for new, o in outcomes if o.skip is SkipReason.NO_PARENT), None)
+    if broken is None or not broken.start:
+        return None
+    size = plan.space.block_tokens
+    core = session.runtime.core
+    strict = [n for n, group in enumerate(plan.space.layout.groups) if group.kind in _STRICT]
+    for block, key in enumerate(chain.keys[: plan.parts[0].start // size]):
+        if block % _SLICE_BLOCKS == _SLICE_BLOCKS - 1:
+            await asyncio.sleep(0)
+        states = [core.decisions.state(part_id(key, n), core.clock()) for n in strict]
+        if not all(state.tiers or state.pending for state in states):
+            tail = saving.tail is not None
+            return plan_store(session, chain, plan.view, block * size, tail=tail)
+    return None
 
 
 def _block_parts(
-    session: Session, block: int, key: BlockKey, tokens: int, total: int, *, private: bool = False
+    session: Session,
+    keys: Sequence[BlockKey],
+    block: int,
+    key: BlockKey,
+    tokens: int,
+    total: int,
+    *,
+    private: bool = False,
 ) -> list[NewPart]:
     state = session.state
     size = state.space.block_tokens
-    keys = state.chain.keys
     out = []
     for number, group in enumerate(state.space.layout.groups):
         parent_key = keys[block - 1] if block else None
@@ -126,12 +183,12 @@ def _block_parts(
     return out
 
 
-def finish_store(session: Session, plan: StorePlan) -> StoreResult:
+def finish_store(session: Session, saving: Saving) -> StoreResult:
     """Sum up per block; replace the private tail if a new one was stored."""
-    state, core = session.state, session.runtime.core
+    state, core, plan = session.state, session.runtime.core, saving.plan
     size = state.space.block_tokens
     by_block: dict[int, BlockOutcome] = {}
-    tail_key_stored: BlockKey | None = None
+    tail_is_there = False
     for new, outcome in zip(plan.parts, plan.outcomes, strict=True):
         block = new.start // size
         tier = core.levels[outcome.tier].name if outcome.stored else None
@@ -139,25 +196,20 @@ def finish_store(session: Session, plan: StorePlan) -> StoreResult:
         known = by_block.get(block)
         if known is None or _worse(kind, known.state):
             by_block[block] = BlockOutcome(block, kind, outcome.skip, tier)
-        if new.private and outcome.skip is None:
-            tail_key_stored = split_part(new.part)[0]
-    if tail_key_stored is not None:
-        _replace_tail(session, tail_key_stored)
+        tail_is_there = tail_is_there or (new.private and outcome.skip is None)
+    if saving.tail is not None and tail_is_there:
+        _replace_tail(session, saving.tail)
     return StoreResult(tuple(by_block[b] for b in sorted(by_block)))
 
 
-def _replace_tail(session: Session, key: BlockKey) -> None:
+def _replace_tail(session: Session, tail: Tail) -> None:
     state, core = session.state, session.runtime.core
-    if state.tail is not None and state.tail.key != key:
+    if state.tail is not None and state.tail.key != tail.key:
         core.free(core.decisions.forget(state.tail_parts(), EvictReason.REPLACED, core.clock()))
-    keys = state.chain.keys
-    begin = len(keys) * state.space.block_tokens
-    state.tail = Tail(
-        blocks=len(keys),
-        parent=keys[-1] if keys else state.root,
-        tokens=state.chain.tokens[begin:].tobytes(),
-        key=key,
-    )
+    state.tail = tail
+    if state.gone:  # destroyed while this was under way: nobody will ever ask for it
+        core.free(core.decisions.forget(state.tail_parts(), EvictReason.REMOVED, core.clock()))
+        state.tail = None
 
 
 _ORDER = ("present", "stored", "skipped")

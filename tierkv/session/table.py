@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher
-    from tierkv.mover.load import LoadPlan
+    from tierkv.mover.load import Progress
     from tierkv.prefetch import Prefetcher
 
 __all__ = ["Runtime", "SessionInfo", "SessionState", "SessionTable", "Tail"]
@@ -68,7 +68,16 @@ class SessionInfo:
 
 
 class SessionState:
-    """One session: shared by all handles on it, changed only inside a turn."""
+    """One session: shared by all handles on it, changed only inside a turn.
+
+    Attributes:
+        chain: Its history.
+        handles: How many times it is open.
+        used: When it was used last.
+        tail: Its private partial block.
+        lineage: The loads since the match that was opened last.
+        gone: Whether it was destroyed; handles on it may still be open.
+    """
 
     def __init__(self, name: str, tenant: str, space: Space, salt: bytes) -> None:
         self.id = name
@@ -81,18 +90,14 @@ class SessionState:
         self.handles = 0
         self.used = 0.0
         self.tail: Tail | None = None
-        self.lineage: list[LoadPlan] = []
+        self.lineage: list[Progress] = []
+        self.gone = False
         self._owner: object | None = None
         self._depth = 0
         self._queue: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         return f"<session {self.id!r}: {self.chain!r}, {self.handles} open>"
-
-    @property
-    def derived(self) -> str:
-        """How the KV of the turn under way differs from exact KV; empty if it does not."""
-        return next((plan.derived for plan in self.lineage if plan.derived), "")
 
     def parts(self) -> Iterator[PartId]:
         """Every part that the session refers to."""
@@ -180,7 +185,10 @@ class SessionTable:
         """The session of this name, made if need be; another salt starts it afresh."""
         key = (space.fingerprint, tenant, name)
         state = self._states.get(key)
-        if state is None or state.salt != salt:
+        if state is not None and state.salt != salt:
+            self.destroy(state)
+            state = None
+        if state is None:
             state = self._states[key] = SessionState(name, tenant, space, salt)
             self._core.spaces[space.fingerprint] = space
         return state
@@ -198,6 +206,7 @@ class SessionTable:
     def destroy(self, state: SessionState) -> None:
         """Clear a session and forget its name. Idempotent."""
         self.clear(state)
+        state.gone = True
         key = (state.space.fingerprint, state.tenant, state.id)
         if self._states.get(key) is state:
             del self._states[key]

@@ -27,7 +27,7 @@ MOSTLY_OLD: Final = 0.10
 _NEXT: Final = """What to try next
   tierkv demo --model DIR     your own model, in a Transformers directory
   tierkv demo --model gemma3  a model with sliding-window layers
-  tierkv demo --keep DIR      keep the store: next time even the first turn is a hit
+  tierkv demo --keep DIR      keep the store and use it again the next time
   tierkv demo --json          these figures for a program
   tierkv config show          every setting of an engine"""
 
