@@ -22,11 +22,15 @@ from benchmarks.report import emit, paired
 from tierkv.blocking import CacheManager
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
+
+    from benchmarks.report import Cell
 
 SESSIONS = 32
 BLOCK = 64
 CAPACITY = "768MiB"
+LIMIT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class Case:
 
 
 CASES = (
-    Case("small: 256 KiB in, 64 KiB out", tierkv.Layout.uniform(2, 2, 64, "float16"), 4, 8),
-    Case("chat turn: 4 MiB in, 512 KiB out", tierkv.Layout.uniform(8, 4, 64, "float16"), 8, 4),
+    Case("256 KiB in, 64 KiB out", tierkv.Layout.uniform(2, 2, 64, "float16"), 4, 16),
+    Case("4 MiB in, 512 KiB out", tierkv.Layout.uniform(8, 4, 64, "float16"), 8, 4),
 )
 
 
@@ -149,7 +153,8 @@ class OnManager:
         trace: TracebackType | None,
     ) -> None:
         self._over = True
-        self._begin.wait()
+        if not self._begin.broken:
+            self._begin.wait()
         for thread in self._threads:
             thread.join()
         self._manager.close()
@@ -160,17 +165,58 @@ class OnManager:
         self._end.wait()
 
     def _work(self, chat: Chat) -> None:
-        while True:
-            self._begin.wait()
-            if self._over:
-                return
-            with self._manager.use_session(chat.name):
-                for _ in range(self.case.turns):
-                    self._turn(chat)
-            self._end.wait()
+        try:
+            while True:
+                self._begin.wait()
+                if self._over:
+                    return
+                with self._manager.use_session(chat.name):
+                    for _ in range(self.case.turns):
+                        self._turn(chat)
+                self._end.wait()
+        except BaseException:
+            self._begin.abort()  # a benchmark that failed must not wait for its other threads
+            self._end.abort()
+            raise
 
     def _turn(self, chat: Chat) -> None:
         ids = chat.prompt()
         loaded = self._manager.load(ids, chat.view)
         stored = self._manager.store(ids, chat.view, start=loaded.tokens)
         assert (loaded.tokens, stored.stored) == (len(chat.prefix), 1)
+
+
+def measure(case: Case, repeats: int) -> dict[str, Cell]:
+    """One row; times are per turn."""
+    with OnEngine(case) as engine, OnManager(case) as manager:
+        done = paired(engine.round, manager.round, repeats)
+    turns = SESSIONS * case.turns
+    return {
+        "turn": case.name,
+        "sessions": SESSIONS,
+        "engine_us": done.a.median / turns * 1e6,
+        "manager_us": done.b.median / turns * 1e6,
+        "ratio": done.ratio.median,
+        "ratio_q1": done.ratio.low,
+        "ratio_q3": done.ratio.high,
+        "engine_cpu_us": done.cpu_a.median / turns * 1e6,
+        "manager_cpu_us": done.cpu_b.median / turns * 1e6,
+        "limit": LIMIT,
+        "ok": done.ratio.median >= LIMIT,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; exit status 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.sync", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--repeats", type=int, default=21, help="pairs of rounds per row")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rows = [measure(case, args.repeats) for case in CASES]
+    emit("sync", rows, args.json)
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,7 +17,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 import tierkv
-from benchmarks.report import emit
+from benchmarks.report import emit, spread
 from tierkv.blocking import CacheManager
 from tierkv_adapters.hf import attach
 from tierkv_adapters.hf.demo.loading import find_model, load_model
@@ -50,7 +50,7 @@ def measure(model: Any, tokenizer: Any, tokens: int, repeats: int) -> dict[str, 
     reused = (tokens - 1) // BLOCK * BLOCK  # the last token is always computed
     memory, cache = Memory(model), Recorder(model)
     cold = plain_run(model, ids, 1, cache)
-    memory.absorb(cache)
+    memory.absorb(cold.output, cache)
     print(f"{tokens} tokens: cold {cold.ttft_s:.2f} s", file=sys.stderr)
 
     def resume() -> float:
@@ -73,22 +73,25 @@ def measure(model: Any, tokenizer: Any, tokens: int, repeats: int) -> dict[str, 
             for name in names:
                 times[name].append(variants[name]())
     colds = [cold.ttft_s, *(plain_run(model, ids, 1).ttft_s for _ in range(COLD_REPEATS - 1))]
-    median = {name: statistics.median(values) for name, values in times.items()}
-    limit = median["in_memory_s"]
-    quartiles = {
-        name.replace("_s", "_quartiles_s"): statistics.quantiles(values, n=4)[::2]
-        for name, values in times.items()
-    }
+    # round by round: a busy moment slows all variants of its round alike
+    rounds = list(zip(times["in_memory_s"], times["host_s"], times["nvme_s"], strict=True))
+    host, nvme = ([row[i] / row[0] for row in rounds] for i in (1, 2))
     return {
         "prompt_tokens": tokens,
         "reused_tokens": reused,
         "cold_s": statistics.median(colds),
-        **median,
-        "ratio_to_in_memory": max(median["host_s"], median["nvme_s"]) / limit,
-        "host_ratio": median["host_s"] / limit,
-        "nvme_ratio": median["nvme_s"] / limit,
-        **quartiles,
+        "host_s": statistics.median(times["host_s"]),
+        "nvme_s": statistics.median(times["nvme_s"]),
+        "in_memory_s": statistics.median(times["in_memory_s"]),
+        "ratio_to_in_memory": max(statistics.median(host), statistics.median(nvme)),
+        **_columns("host_ratio", host),
+        **_columns("nvme_ratio", nvme),
     }
+
+
+def _columns(name: str, ratios: list[float]) -> dict[str, float]:
+    median, low, high = spread(ratios)
+    return {name: median, f"{name}_low": low, f"{name}_high": high}
 
 
 def _restored(

@@ -55,16 +55,17 @@ class Prefetcher:
         Raises:
             ClosedError: if the engine is closed.
         """
-        return self._core.workers.spawn(self._run, space, root, query, name="prefetch")
+        job = self._core.workers.spawn(self._run, space, root, query, name="prefetch")
+        self.open += 1
+        return job
 
     async def _run(self, space: Space, root: BlockKey, query: Query) -> int:
         core = self._core
-        if core.levels[0].memory is None or self.open >= _IN_LINE:
-            return 0  # there is no faster place to bring it to, or too much to bring already
         start = core.clock()
-        core.spaces.setdefault(space.fingerprint, space)
-        self.open += 1
         try:
+            if core.levels[0].memory is None or self.open > _IN_LINE:
+                return 0  # there is no faster place to bring it to, or too much to bring already
+            core.spaces.setdefault(space.fingerprint, space)
             async with self._slots:
                 moved = await self._bring(space, root, query)
         finally:

@@ -170,6 +170,11 @@ class Workers:
 
     # ------------------------------------------------------------------ life
 
+    @property
+    def running(self) -> bool:
+        """Whether the runner can still take work that closes things."""
+        return self._closers is not None
+
     async def start(self) -> None:
         """Start the runner task on the running loop.
 
@@ -249,14 +254,30 @@ class Workers:
     # ------------------------------------------------------------------ jobs
 
     def spawn(
-        self, fn: Callable[..., Awaitable[_T]], *args: object, name: str | None = None
+        self,
+        fn: Callable[..., Awaitable[_T]],
+        *args: object,
+        name: str | None = None,
+        closing: bool = False,
     ) -> Job[_T]:
         """Run ``await fn(*args)`` as engine-owned work.
+
+        Args:
+            fn: What to run.
+            *args: Its arguments.
+            name: Name of the job, for people.
+            closing: Whether it belongs to closing the engine: :meth:`quiesce` spares it then.
 
         Raises:
             ClosedError: if the engine was closed.
         """
-        return self._start(self._jobs, fn, args, name)
+        group = self._closers if closing else self._jobs
+        if group is None:
+            raise ClosedError("the engine is closed")
+        job: Job[_T] = Job(name or str(getattr(fn, "__qualname__", "job")))
+        self.tasks_spawned += 1
+        group.start_soon(self._guard, job, fn, args, name=job.name)
+        return job
 
     async def outlast(self, fn: Callable[..., Awaitable[_T]], *args: object) -> _T:
         """Run ``await fn(*args)`` in a task of its own and wait for its end, come what may.
@@ -268,23 +289,9 @@ class Workers:
 
         Cancellation: re-raised once ``fn`` is done.
         """
-        job = self._start(self._closers, fn, args, None)
+        job = self.spawn(fn, *args, closing=True)
         await job.ended.outlast()
         return await job.wait()
-
-    def _start(
-        self,
-        group: TaskGroup | None,
-        fn: Callable[..., Awaitable[_T]],
-        args: tuple[object, ...],
-        name: str | None,
-    ) -> Job[_T]:
-        if group is None:
-            raise ClosedError("the engine is closed")
-        job: Job[_T] = Job(name or str(getattr(fn, "__qualname__", "job")))
-        self.tasks_spawned += 1
-        group.start_soon(self._guard, job, fn, args, name=job.name)
-        return job
 
     async def _guard(
         self, job: Job[_T], fn: Callable[..., Awaitable[_T]], args: tuple[object, ...]

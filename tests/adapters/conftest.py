@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import tierkv
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
@@ -120,6 +122,18 @@ class Kit:
     """What tests do with caches by hand."""
 
     make = staticmethod(make)
+
+    @staticmethod
+    def opened(**settings: Any) -> Any:
+        """An engine of one host tier, or as ``settings`` say."""
+        options: dict[str, Any] = {"tiers": [tierkv.Tier("host", "64MiB")], "block_tokens": BLOCK}
+        return tierkv.open(**(options | settings))
+
+    @staticmethod
+    def ids(tokens: int, seed: int = 1) -> list[int]:
+        """Token ids of a random prompt."""
+        row: list[int] = Kit.prompt(tokens, seed)[0].tolist()
+        return row
 
     @staticmethod
     def plain(model: Any, ids: list[int], **arguments: Any) -> list[int]:

@@ -19,8 +19,8 @@ FORGETFUL = "<s>user\n{{ messages[-1]['content'] }}<e>\n<s>assistant\n"
 
 def make_tokenizer(template: str | None = CHATML) -> Any:
     """Byte-level tokenizer with a beginning token and chat marks."""
+    import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(["<b>", "<s>", "<e>", *alphabet])}
@@ -29,7 +29,8 @@ def make_tokenizer(template: str | None = CHATML) -> Any:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(t, special=True) for t in ("<b>", "<s>", "<e>")])
     inner.post_processor = processors.TemplateProcessing("<b> $A", special_tokens=[("<b>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(
         tokenizer_object=inner, bos_token="<b>", eos_token="<e>", additional_special_tokens=["<s>"]
     )
     tokenizer.chat_template = template

@@ -7,10 +7,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import pytest
+
 import tierkv
 from tests import kit
 from tierkv.blocking import CacheManager
+from tierkv.errors import SessionBusyError
 from tierkv.testing.faults import Gated, inject
+from tierkv.workers import Signal
 from tierkv_backends.host import HostBackend
 from tierkv_backends.nvme import NvmeBackend
 
@@ -204,3 +208,74 @@ def test_closing_while_a_load_hangs_lets_it_go(tmp_path: Path, no_thread_leaks: 
         error = hangs.exception(20)
     assert isinstance(error, tierkv.errors.ClosedError) or hangs.result().tokens == 0
     assert mine.untouched()
+
+
+class _Turn:
+    """A turn that another thread holds on a session, until :meth:`end`."""
+
+    def __init__(self, manager: CacheManager, name: str) -> None:
+        self._manager, self._name = manager, name
+        self._inside, self._leave = threading.Event(), Signal()
+        self._thread = threading.Thread(target=manager.call, args=(self._hold,))
+        self._thread.start()
+        assert self._inside.wait(20)
+
+    async def _hold(self) -> None:
+        async with self._manager.handle(self._name) as session:
+            await session.begin_turn()
+            self._inside.set()
+            await self._leave.wait()
+            session.end_turn()
+
+    def end(self) -> None:
+        """Let it go."""
+        self._manager.call(self._end)
+        self._thread.join()
+
+    async def _end(self) -> None:
+        self._leave.set()
+
+
+def test_clearing_waits_for_the_turn_under_way(manager: CacheManager) -> None:
+    ids, kv = kit.tokens(2), kit.Memory(manager.space().layout, 32, seed=1)
+    name = manager.create_session()
+    manager.store(ids, kv.view, session=name)
+    turn = _Turn(manager, name)
+    with ThreadPoolExecutor(1) as pool:
+        clearing = pool.submit(manager.clear_session, name)
+        for _ in range(5):
+            assert manager.sessions()[0].tokens == 32
+        assert not clearing.done()
+        turn.end()
+        clearing.result(20)
+    assert manager.sessions()[0].tokens == 0
+
+
+def test_a_busy_session_can_refuse(no_thread_leaks: None) -> None:
+    space, tiers = kit.space(), [tierkv.Tier("host", "1MiB")]
+    with CacheManager(tiers=tiers, space=space, busy="refuse") as manager:
+        ids, kv = kit.tokens(2), kit.Memory(space.layout, 32, seed=1)
+        name = manager.create_session()
+        turn = _Turn(manager, name)
+        for act in (
+            lambda: manager.clear_session(name),
+            lambda: manager.store(ids, kv.view, session=name),
+            lambda: manager.load(ids, kv.view, session=name),
+        ):
+            with pytest.raises(SessionBusyError):
+                act()
+        turn.end()
+        assert manager.store(ids, kv.view, session=name).stored == 2
+
+
+def test_destroying_a_session_does_not_wait_for_its_turn(manager: CacheManager) -> None:
+    name = manager.create_session()
+    turn = _Turn(manager, name)
+    manager.destroy_session(name)
+    assert manager.sessions() == []
+    assert manager.create_session(name) == name  # another session, free at once
+    kv = kit.Memory(manager.space().layout, 32, seed=1)
+    assert manager.store(kit.tokens(2), kv.view, session=name).stored == 2
+    turn.end()
+    assert manager.sessions()[0].tokens == 32
+    assert manager.stats().leases == 0

@@ -62,9 +62,7 @@ def items(
             strict = rule.kind in (GroupKind.FULL, GroupKind.LATENT)
             parent = part(chain[block - 1], group) if strict and block else None
             name = part(chain[block], group)
-            out.append(
-                StoreItem(name, parent, root(tenant), nbytes, exact, lossless, ttl, private)
-            )
+            out.append(StoreItem(name, parent, root(tenant), nbytes, exact, lossless, ttl, private))
     return out
 
 

@@ -230,9 +230,7 @@ class Naive:
         part = self.parts.get(name)
         if part is None or part.expiry <= now:
             return None
-        fine = [
-            t for t, c in part.copies.items() if query.lossy or (part.exact and c.lossless)
-        ]
+        fine = [t for t, c in part.copies.items() if query.lossy or (part.exact and c.lossless)]
         return min(fine, default=None)
 
     @staticmethod
@@ -298,9 +296,7 @@ class Naive:
         tokens = query.tokens if best == len(query.keys) else best * query.block_tokens
         return Found(best, tokens if best else 0, tuple(parts), lease, reason)
 
-    def first_missing(
-        self, query: Query, best: int, there: Callable[[int, int], bool]
-    ) -> PartId:
+    def first_missing(self, query: Query, best: int, there: Callable[[int, int], bool]) -> PartId:
         loose = []
         for group, rule in enumerate(query.groups):
             if rule.kind.value in ("full", "latent"):
@@ -397,9 +393,7 @@ class Naive:
         if part.tenant == wish.tenant:
             return True
         left = self.usage(part.tenant, wish.tier) - part.copies[wish.tier].nbytes
-        safe = self.owner(part, wish.tier) is None or left >= self.protected(
-            part.tenant, wish.tier
-        )
+        safe = self.owner(part, wish.tier) is None or left >= self.protected(part.tenant, wish.tier)
         return not wish.own and (safe or wish.force)
 
     def coldest(self, wish: Wish, passed: set[PartId]) -> Part | None:
@@ -476,14 +470,10 @@ class Naive:
         demotes: list[Demote] = []
         quota = self.quota(tenant, tier)
         if quota is not None:
-            own = Wish(
-                tier, min(nbytes, quota), tenant, EvictReason.QUOTA, propose=True, own=True
-            )
+            own = Wish(tier, min(nbytes, quota), tenant, EvictReason.QUOTA, propose=True, own=True)
             self.make(own, now)
             drops, demotes = drops + own.drops, own.demotes
-        wish = Wish(
-            tier, min(nbytes, self.capacity[tier]), tenant, propose=True, demotes=demotes
-        )
+        wish = Wish(tier, min(nbytes, self.capacity[tier]), tenant, propose=True, demotes=demotes)
         self.make(wish, now)
         self.tidy()
         return (*drops, *wish.drops), tuple(wish.demotes)
@@ -559,9 +549,7 @@ class Naive:
         self.tidy()
         demotes: list[Demote] = []
         for tier, limits in enumerate(self.tiers):
-            leaving = sum(
-                p.copies[tier].nbytes for p in self.everyone() if tier in p.leaving
-            )
+            leaving = sum(p.copies[tier].nbytes for p in self.everyone() if tier in p.leaving)
             busy = self.used(tier) + self.reserved(tier) - leaving
             if busy <= limits.high * self.capacity[tier]:
                 continue
@@ -623,17 +611,22 @@ class Naive:
                         guarded = self.guard(items)
                     in_use = [p for p in self.everyone() if p.uses]
                     pinned = sum(p.copies[tier].nbytes for p in in_use if tier in p.copies)
-                    pinned += sum(
-                        d.nbytes for p in in_use for d in p.waiting if d.tier == tier
-                    )
+                    pinned += sum(d.nbytes for p in in_use for d in p.waiting if d.tier == tier)
                     if not wish.own and self.capacity[tier] - self.reserved(tier) - pinned < (
                         item.nbytes
                     ):
                         skip = refusal
                         continue
+                    if not wish.own:
+                        later = items[number + 1 :] if demand and quota is None else []
+                        later = [] if session_left is not None else later
+                        rest = sum(i.nbytes for i in later if self.is_new(i, tier, source))
+                        evictable = self.capacity[tier] - self.reserved(tier) - pinned
+                        wish.target = min(item.nbytes + rest, evictable)
                     if not demand:
                         wish.before = part.touched if part is not None and part.copies else -1
                     done = self.make(wish, now)
+                    done = done or (not wish.own and self.room(tier) >= item.nbytes)
                     drops += wish.drops
                     if not done:
                         skip = refusal
@@ -665,6 +658,12 @@ class Naive:
             short = max(1, short)
         self.tidy()
         return slots, outcomes, drops, short
+
+    def is_new(self, item: StoreItem, tier: int, source: int | None) -> bool:
+        part = self.parts.get(item.part)
+        if part is None or not part.there:
+            return True
+        return source is not None and tier not in part.copies and tier not in part.pending
 
     def known(
         self,
@@ -749,9 +748,7 @@ class Naive:
                 del part.pending[tier]
                 part.holds -= 1
                 self.unuse(part)
-                drops.append(
-                    Drop(part.name, tier, slot.generation, nbytes, EvictReason.REPLACED)
-                )
+                drops.append(Drop(part.name, tier, slot.generation, nbytes, EvictReason.REPLACED))
                 continue
             if source is None:
                 until = inf if item.ttl is None else now + item.ttl

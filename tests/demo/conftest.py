@@ -31,15 +31,16 @@ def _byte_tokenizer() -> Any:
 
 
 def build(positions: int = 4096) -> Any:
-    """A random Llama of two layers that knows bytes."""
+    """A random Llama that knows bytes; its KV is large for its size, 8 KiB a token."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
+        head_dim=64,
         max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=None,

@@ -55,7 +55,7 @@ def test_resumed_is_the_cache_that_stopped_there(either: Any, tokens: int) -> No
     whole = Recorder(either)
     _prefill(either, IDS[:tokens], whole)
     _prefill(either, IDS[tokens:], whole)
-    memory.absorb(whole)
+    memory.absorb(IDS, whole)
 
     plain = transformers.DynamicCache(config=either.config)
     _prefill(either, IDS[:tokens], plain)
@@ -73,14 +73,17 @@ def test_resumed_is_the_cache_that_stopped_there(either: Any, tokens: int) -> No
 def test_memory_goes_on_where_it_was_resumed(either: Any) -> None:
     memory, cache = Memory(either), Recorder(either)
     first = plain_run(either, IDS, 4, cache)
-    memory.absorb(cache)
+    memory.absorb(first.output, cache)
     assert memory.tokens == len(IDS) + 3
 
     again = memory.resume(64)
     second = plain_run(either, [*first.output, 5, 6, 7], 4, again)
-    memory.absorb(again, 64)
+    memory.absorb(second.output, again, 64)
 
     assert memory.tokens == len(second.output) - 1
+    assert memory.shared(second.output) == memory.tokens
+    assert memory.shared([*first.output, 9]) == len(first.output)
+    assert memory.shared([0]) == 0
     assert second.output == plain_run(either, [*first.output, 5, 6, 7], 4).output
 
 
@@ -89,7 +92,7 @@ def test_it_cannot_resume_what_it_does_not_hold(model: Any) -> None:
     with pytest.raises(LayoutError, match="0 are in memory"):
         memory.resume(1)
     _prefill(model, IDS, cache)
-    memory.absorb(cache)
+    memory.absorb(IDS, cache)
     for tokens in (0, len(IDS) + 1):
         with pytest.raises(LayoutError, match=f"after {tokens} tokens"):
             memory.resume(tokens)

@@ -9,13 +9,14 @@ import pytest
 
 import tierkv
 from tests import kit
-from tierkv.abc import Backend, IoResult, ReadRequest
 from tierkv.errors import LoadIncomplete
 from tierkv.registry import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from tierkv.abc import Backend, IoResult, ReadRequest
 
 pytestmark = pytest.mark.anyio
 

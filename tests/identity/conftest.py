@@ -72,14 +72,14 @@ class Lab:
         """In-memory KV of a prompt computed in one pass and of its reply, and both as ids."""
         cache, memory = Recorder(self.model), Memory(self.model)
         output = plain_run(self.model, ids, NEW_TOKENS, cache).output
-        memory.absorb(cache)
+        memory.absorb(output, cache)
         return memory, output
 
     def resumed(self, memory: Memory, ids: Sequence[int], tokens: int) -> list[int]:
         """Prompt and reply of the in-memory cache resumed after ``tokens``; memory goes on."""
         cache = memory.resume(tokens)
         output = plain_run(self.model, ids, NEW_TOKENS, cache).output
-        memory.absorb(cache, tokens)
+        memory.absorb(output, cache, tokens)
         return output
 
     async def ask(self, handle: AsyncHandle, ids: Sequence[int], **options: Any) -> GenerateResult:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import contextvars
 import logging
 import os
 import threading
@@ -24,8 +25,6 @@ from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from anyio.abc import TaskGroup
 
     from tierkv.engine import CloseReport, Engine
 
@@ -42,9 +41,13 @@ _MARGIN_S = 5.0
 class _Call(Generic[_T]):
     """One call from a foreign thread: runs on the loop, while a lock holds the caller."""
 
-    __slots__ = ("_args", "_done", "_error", "_fn", "_gate", "_interrupted", "_result", "_task")
+    __slots__ = (
+        *("_args", "_done", "_error", "_fn", "_gate", "_interrupted", "_result", "_task"),
+        "context",
+    )
 
     def __init__(self, fn: Callable[..., Awaitable[_T]], args: tuple[Any, ...]) -> None:
+        self.context = contextvars.copy_context()
         self._fn = fn
         self._args = args
         self._done = False
@@ -117,8 +120,9 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: Signal | None = None
-        self._calls: TaskGroup | None = None
+        self._calls: asyncio.TaskGroup | None = None
         self._pending: set[_Call[Any]] = set()
+        self._inbox: list[_Call[Any]] = []
         self._accepting = False
         self._stopping = False
         self._ready = threading.Event()
@@ -193,6 +197,7 @@ class EngineLoop:
                 left = list(self._pending)
             for call in left:
                 call.end(None, ClosedError("the loop of the manager ended"))
+            atexit.unregister(self._forgotten)
             self._ready.set()
 
     async def _serve(self) -> None:
@@ -207,14 +212,15 @@ class EngineLoop:
             await engine.aclose()
             raise
         try:
-            async with anyio.create_task_group() as calls:
+            async with asyncio.TaskGroup() as calls:
                 with self._guard:
                     self._calls = calls
                     self._accepting = not self._stopping
                 self._ready.set()
                 await stop.wait()
                 self._report = await engine.aclose()  # calls under way may end well meanwhile
-                calls.cancel_scope.cancel()
+                for call in list(self._pending):
+                    call.cancel()
         finally:
             await engine.aclose()  # for a loop that dies; else it was done above
 
@@ -237,7 +243,6 @@ class EngineLoop:
         self._thread.join(float(config.close_timeout) * (len(config.tiers) + 3) + _MARGIN_S)
         if self._thread.is_alive():
             _log.error("%s: closing hangs; its thread is given up", self._name)
-        atexit.unregister(self._forgotten)
         return self._report
 
     def stop_soon(self) -> None:
@@ -275,11 +280,12 @@ class EngineLoop:
         call = _Call(fn, args)
         try:
             with self._guard:
-                loop, calls = self._loop, self._calls
-                if not self._accepting or loop is None or calls is None:
+                if not self._accepting or self._loop is None:
                     raise self._closed()
                 self._pending.add(call)
-                loop.call_soon_threadsafe(calls.start_soon, call.run)
+                self._inbox.append(call)
+                if len(self._inbox) == 1:  # the loop is woken once for all who come meanwhile
+                    self._loop.call_soon_threadsafe(self._begin)
             call.wait()
         except BaseException:
             if call in self._pending:
@@ -288,6 +294,13 @@ class EngineLoop:
         finally:
             self._pending.discard(call)
         return call.result()
+
+    def _begin(self) -> None:
+        with self._guard:
+            inbox, self._inbox = self._inbox, []
+        assert self._calls is not None
+        for call in inbox:
+            self._calls.create_task(call.run(), context=call.context)
 
     def _interrupt(self, call: _Call[Any]) -> None:
         assert self._loop is not None

@@ -119,6 +119,10 @@ class Evictor:
 
     def _coldest(self, room: Room) -> tuple[Policy, int] | None:
         at, tier = self._at, room.tier
+        if len(at.partitions[tier]) == 1 and not room.own:
+            policy = at.partitions[tier][0][1]
+            row = policy.victim()
+            return None if row is None else (policy, row)
         best: tuple[Policy, int] | None = None
         lowest = 0.0
         for owner, policy in at.partitions[tier]:

@@ -33,6 +33,7 @@ class Ledger:
         "_default",
         "_limits",
         "_usage",
+        "_without",
         "capacity",
         "entries",
         "leaving",
@@ -61,6 +62,7 @@ class Ledger:
         self.tenants: dict[str, int] = {}
         self._limits = dict(tenants or {})
         self._default = default
+        self._without = not self._limits and default is None
         self._usage: list[list[int]] = []
         self._check_limits()
 
@@ -99,6 +101,8 @@ class Ledger:
 
     def quota(self, tenant: int, tier: int) -> int | None:
         """Most bytes that a tenant may use in a tier, or None."""
+        if self._without:
+            return None
         limits = self.limits(tenant)
         return limits.quota.get(self.tiers[tier].name) if limits else None
 
@@ -133,11 +137,14 @@ class Ledger:
         if self.reserved[tier] < 0 or self._usage[tenant][tier] < 0:
             self._negative(tier, tenant)
 
-    def charge(self, tier: int, tenant: int, nbytes: int) -> None:
-        """Count a copy that became resident."""
+    def charge(self, tier: int, tenant: int, nbytes: int, reserved: int) -> None:
+        """Count a copy that became resident, for which ``reserved`` bytes were set aside."""
         self.used[tier] += nbytes
         self.entries[tier] += 1
-        self._usage[tenant][tier] += nbytes
+        self.reserved[tier] -= reserved
+        self._usage[tenant][tier] += nbytes - reserved
+        if self.reserved[tier] < 0:
+            self._negative(tier, tenant)
 
     def discharge(self, tier: int, tenant: int, nbytes: int) -> None:
         """Uncount the bytes of a copy that is gone (its entry is uncounted when it is unlisted)."""

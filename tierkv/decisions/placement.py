@@ -50,6 +50,8 @@ class Placement:
 
     __slots__ = (
         "_factories",
+        "_last",
+        "_levels",
         "_lookup",
         "_orphans",
         "_parts",
@@ -91,6 +93,11 @@ class Placement:
         self.partitions: list[list[tuple[int, Policy]]] = [[(_SHARED, make())] for make in policies]
         self._factories = tuple(policies)
         self._lookup: list[dict[int, Policy]] = [{} for _ in tiers]
+        # per tier: its bit, the children column, the policy of each tenant
+        self._levels = tuple(
+            (tier, 1 << tier, self.index.children[tier], self._lookup[tier]) for tier in self.tiers
+        )
+        self._last = 1 << (len(tiers) - 1)
         self._parts: list[float] = [0.0 for _ in tiers]
         self.deferred: dict[int, list[Drop]] = {}
         self.ready: list[tuple[int, Drop]] = []
@@ -178,8 +185,10 @@ class Placement:
             for drop in self.deferred.pop(row):
                 pinned[drop.tier] -= drop.nbytes
                 self.ready.append((index.tenant[row], drop))
-        self.refresh(row)
-        self.prune(row)
+        if index.resident[row]:
+            self.refresh(row)
+        else:
+            self.prune(row)
 
     def hold(self, row: int) -> None:
         """Pin a row for a copy or a demotion under way."""
@@ -221,22 +230,23 @@ class Placement:
     # ------------------------------------------------------------------ copies
 
     def place(self, row: int, tier: int, nbytes: int, *, lossless: bool, clock: int) -> None:
-        """Make a copy resident."""
+        """Make a copy resident whose bytes are counted already."""
         index, bit = self.index, 1 << tier
         tenant = index.tenant[row]
         index.resident[row] |= bit
         if lossless:
             index.lossless[row] |= bit
         index.charge[tier][row] = nbytes
-        self.ledger.charge(tier, tenant, nbytes)
         if row in self.busy:
             self.ledger.pinned[tier] += nbytes
-        policy = self.policy(tenant, tier)
+        policy = self._lookup[tier].get(tenant) or self.policy(tenant, tier)
         policy.insert(row, nbytes, clock)
         if index.flags[row] & ORPHAN:
             policy.expedite(row)
-        self.sync(row)
-        self.refresh(row)
+        if not index.shown[row] & bit:
+            self.sync(row)
+        if not index.children[tier][row] or self.blocked:
+            self.refresh(row)
 
     def drop(self, row: int, tier: int, reason: EvictReason, now: float) -> Drop | None:
         """Forget a resident copy at once.
@@ -248,28 +258,29 @@ class Placement:
         index, bit = self.index, 1 << tier
         nbytes, tenant, part = index.charge[tier][row], index.tenant[row], index.name(row)
         drop = Drop(part, tier, index.generation[row], nbytes, reason)
-        if self.leaving.get(row, 0) & bit:
+        if self.leaving and self.leaving.get(row, 0) & bit:
             self.set_leaving(row, tier, leaving=False)
             self.unhold(row)
         self._lookup[tier][tenant].remove(row)
-        index.resident[row] &= ~bit
+        left = index.resident[row] & ~bit
+        index.resident[row] = left
         index.lossless[row] &= ~bit
         index.free[row] &= ~bit
         index.charge[tier][row] = 0
-        self.blocked.pop(row, None)
+        if self.blocked:
+            self.blocked.pop(row, None)
         self.ledger.entries[tier] -= 1
         deferred = row in self.busy
         if deferred:
             self.deferred.setdefault(row, []).append(drop)
+            if reason is not EvictReason.REPLACED:
+                self.epoch += 1
         else:
             self.ledger.discharge(tier, tenant, nbytes)
-        silent = reason is EvictReason.REPLACED or (
-            reason is EvictReason.REMOVED and index.flags[row] & PRIVATE
-        )
-        if not index.resident[row] and not silent:
-            self.history.note(part, MISS_OF_EVICTION[reason], tier, now)
-        if deferred and reason is not EvictReason.REPLACED:
-            self.epoch += 1
+        if not left and reason is not EvictReason.REPLACED:
+            # tails come and go with every turn: they would crowd the history
+            if not (index.flags[row] & PRIVATE and reason is EvictReason.REMOVED):
+                self.history.note(part, MISS_OF_EVICTION[reason], tier, now)
         self.settle(row)
         return None if deferred else drop
 
@@ -277,11 +288,13 @@ class Placement:
         """Follow up on a copy that came or went: parent's counts, holes, empty rows."""
         index = self.index
         self.sync(row)
-        self.refresh(row)
-        if not index.resident[row] | index.pending[row]:
+        if index.resident[row]:
+            self.refresh(row)
+        elif not index.pending[row]:
             if index.first[row] >= 0:
                 self._orphans.append(index.name(row))
-            self.prune(row)
+            elif row not in self.busy:
+                self.prune(row)
 
     def refilled(self, row: int) -> None:
         """Note that a row without copies is being stored: its descendants may be whole again."""
@@ -291,7 +304,9 @@ class Placement:
     def sync(self, row: int) -> None:
         """Bring the parent's counts of children in line with where the row is."""
         index = self.index
-        shown = (index.resident[row] | index.pending[row]) & ~self.leaving.get(row, 0)
+        shown = index.resident[row] | index.pending[row]
+        if self.leaving:
+            shown &= ~self.leaving.get(row, 0)
         changed = shown ^ index.shown[row]
         if not changed:
             return
@@ -299,37 +314,45 @@ class Placement:
         parent = index.parent[row]
         if parent < 0:
             return
-        for tier in self.tiers:
-            if changed >> tier & 1:
-                index.children[tier][parent] += 1 if shown >> tier & 1 else -1
-        self.refresh(parent)
+        mask = index.resident[parent]
+        affected = mask == self._last  # a child anywhere can block a last copy there
+        for _, bit, children, _ in self._levels:
+            if changed & bit:
+                if shown & bit:
+                    children[parent] += 1
+                    affected = affected or (bool(mask & bit) and children[parent] == 1)
+                else:
+                    children[parent] -= 1
+                    affected = affected or (bool(mask & bit) and not children[parent])
+        if affected and parent not in self.busy:
+            self.refresh(parent)
 
     def refresh(self, row: int) -> None:
         """Bring the policies' view of what may be evicted in line with the rules."""
         index = self.index
         mask, wanted = index.resident[row], 0
         if mask and row not in self.busy:
-            for tier in self.tiers:
-                if mask >> tier & 1 and not index.children[tier][row]:
-                    wanted |= 1 << tier
-        last = len(self.tiers) - 1
-        if wanted == mask == 1 << last and self._stuck(row):
-            self.blocked[row] = None
-            wanted = 0
-        elif row in self.blocked:
-            del self.blocked[row]
+            for _, bit, children, _ in self._levels:
+                if mask & bit and not children[row]:
+                    wanted |= bit
+            if wanted == mask == self._last and index.first[row] >= 0 and self._stuck(row):
+                self.blocked[row] = None
+                wanted = 0
+            elif self.blocked:
+                self.blocked.pop(row, None)
+        elif self.blocked:
+            self.blocked.pop(row, None)
         changed = wanted ^ index.free[row]
         if not changed:
             return
         index.free[row] = wanted
         tenant = index.tenant[row]
-        for tier in self.tiers:
-            if changed >> tier & 1:
-                policy = self._lookup[tier][tenant]
-                if wanted >> tier & 1:
-                    policy.release(row)
+        for _, bit, _, policies in self._levels:
+            if changed & bit:
+                if wanted & bit:
+                    policies[tenant].release(row)
                 else:
-                    policy.hold(row)
+                    policies[tenant].hold(row)
 
     def _stuck(self, row: int) -> bool:
         """Whether the last copy may not go because a child has one in another tier."""

@@ -58,6 +58,7 @@ def recover(
         index.flags[row] = (index.flags[row] & ~EXACT) | (EXACT if stored.exact else 0)
         index.touched[row] = at.clock
         at.live_until(row, expiry)
+        at.ledger.charge(tier, tenant, nbytes, 0)
         at.place(row, tier, nbytes, lossless=stored.lossless, clock=at.clock)
         index.pending[row] &= ~(1 << tier)
         kept.append(stored)

@@ -62,7 +62,7 @@ class _Request:
     now: float
     clock: int
     slots: dict[int, _Slot]
-    drops: list[Drop]
+    room: Room
     guarded: list[int] | None = None
     refused: int = 0
     dirty: bool = False
@@ -107,9 +107,10 @@ class Storer:
     ) -> Reservation:
         """Decide about a chain of items; see :meth:`Decisions.reserve`."""
         at = self._at
+        drops, owner = at.collect(), at.ledger.tenant(tenant)
         request = _Request(
             tier,
-            at.ledger.tenant(tenant),
+            owner,
             source,
             demand,
             items,
@@ -117,7 +118,7 @@ class Storer:
             now,
             at.clock,
             {},
-            at.collect(),
+            Room(tier, 0, owner, drops=drops),
         )
         if source is None:
             at.clock += len(items)
@@ -141,7 +142,7 @@ class Storer:
             handle = self._number
             self._open[handle] = _Open(tier, source, request.slots)
         short = self._short(request) if request.dirty else 0
-        return Reservation(handle, tuple(outcomes), tuple(request.drops), short)
+        return Reservation(handle, tuple(outcomes), tuple(drops), short)
 
     def _short(self, request: _Request) -> int:
         """Bytes missing for the whole rest of the chain, as far as it can ever fit."""
@@ -219,41 +220,67 @@ class Storer:
         if request.session_left is not None and nbytes > request.session_left:
             return SkipReason.SESSION_QUOTA
         if quota is not None and ledger.usage(tenant, tier) + nbytes > quota:
-            own = Room(tier, nbytes, tenant, EvictReason.QUOTA, own=True)
-            if not self._make(own, row, request):
+            if not self._make(nbytes, tenant, row, request, own=True):
                 return SkipReason.TENANT_QUOTA
-        if ledger.room(tier) < nbytes and not self._make(Room(tier, nbytes, tenant), row, request):
-            return SkipReason.FULL
+        if ledger.room(tier) < nbytes:
+            rest = nbytes
+            if request.demand and quota is None and request.session_left is None:
+                rest += self._still_new(request, item)
+            if not self._make(nbytes, tenant, row, request, rest=rest):
+                return SkipReason.FULL
         return None
 
-    def _make(self, room: Room, row: int, request: _Request) -> bool:
-        ledger, tier = self._at.ledger, room.tier
-        self._guard(request)
-        if (
-            not room.own
-            and ledger.room(tier) + ledger.used[tier] - ledger.pinned[tier] < room.target
-        ):
-            return False  # in vain: evict nothing for it
+    def _still_new(self, request: _Request, item: StoreItem) -> int:
+        """Bytes that the items behind ``item`` will need if all of them are stored."""
+        rows, index, bit = self._at.index.rows, self._at.index, 1 << request.tier
+        total, behind = 0, False
+        for other in request.items:
+            if behind:
+                row = rows.get(other.part, NO_ROW)
+                there = index.resident[row] | index.pending[row] if row >= 0 else 0
+                if not there or (request.source is not None and not there & bit):
+                    total += other.nbytes
+            behind = behind or other is item
+        return total
+
+    def _make(
+        self,
+        nbytes: int,
+        tenant: int,
+        row: int,
+        request: _Request,
+        *,
+        own: bool = False,
+        rest: int = 0,
+    ) -> bool:
+        """Evict until ``nbytes`` fit; on the way, for ``rest`` bytes if so much can go."""
+        ledger, tier, room = self._at.ledger, request.tier, request.room
+        if request.guarded is None:
+            self._guard(request)
+        room.tenant, room.own, room.dirty = tenant, own, False
+        room.target = nbytes
+        room.reason = EvictReason.QUOTA if own else EvictReason.CAPACITY
+        if not own:
+            evictable = ledger.capacity[tier] - ledger.reserved[tier] - ledger.pinned[tier]
+            if evictable < nbytes:
+                return False  # in vain: evict nothing for it
+            room.target = min(max(rest, nbytes), evictable)
         if not request.demand:
             index = self._at.index
             room.before = index.touched[row] if row >= 0 and index.resident[row] else -1
-        done = self._evictor.make(room, request.now)
-        request.drops += room.drops
+        done = self._evictor.make(room, request.now) or (not own and ledger.room(tier) >= nbytes)
         # nobody demotes for the sake of what nobody waits for
         request.dirty = request.dirty or (not done and room.dirty and request.demand)
         return done
 
     def _guard(self, request: _Request) -> None:
         """Keep the chain itself from being evicted to make room for the chain."""
-        if request.guarded is not None:
-            return
-        at, rows = self._at, self._at.index.rows
-        request.guarded = []
-        for item in request.items:
-            names = (item.part,) if item.parent is None else (item.parent, item.part)
-            for row in {rows[name] for name in names if name in rows}:
-                at.pin(row)
-                request.guarded.append(row)
+        rows = self._at.index.rows
+        names = [item.part for item in request.items]
+        names += [item.parent for item in request.items if item.parent is not None]
+        request.guarded = list({rows[name]: None for name in names if name in rows})
+        for row in request.guarded:
+            self._at.pin(row)
 
     def _accept(self, number: int, item: StoreItem, parent: int, request: _Request) -> Outcome:
         at, index, tier = self._at, self._at.index, request.tier
@@ -268,11 +295,11 @@ class Storer:
         else:
             generation = index.generation[row]
             at.hold(row)
-        empty = not index.resident[row] | index.pending[row]
+        hole = index.first[row] >= 0 and not index.resident[row] | index.pending[row]
         index.pending[row] |= 1 << tier
         at.ledger.reserve(tier, index.tenant[row], item.nbytes)
         at.sync(row)
-        if empty:
+        if hole:
             at.refilled(row)
             at.spread(TICK_PARTS)
         if request.session_left is not None and request.source is None:
@@ -282,16 +309,6 @@ class Storer:
         return Outcome(generation)
 
     # ------------------------------------------------------------------ the second phase
-
-    def _take(self, handle: int, number: int) -> tuple[_Open, _Slot]:
-        held = self._open.get(handle)
-        slot = held.slots.pop(number, None) if held is not None else None
-        if held is None or slot is None:
-            raise self._closed(handle, number)
-        if not held.slots:
-            del self._open[handle]
-        self._at.ledger.give_back(held.tier, self._at.index.tenant[slot.row], slot.nbytes)
-        return held, slot
 
     def commit(
         self,
@@ -303,41 +320,52 @@ class Storer:
     ) -> list[Drop]:
         """Make written items visible; see :meth:`Decisions.commit`."""
         at, index = self._at, self._at.index
-        real = self._real_charges(handle, done, charges)
+        if not done:
+            return at.collect()
+        held, real = self._check(handle, done, charges)
+        tier, bit, source = held.tier, 1 << held.tier, held.source
         drops: list[Drop] = []
         for position, number in enumerate(done):
-            opened, slot = self._take(handle, number)
-            row, tier, nbytes = slot.row, opened.tier, real[position]
-            fine = slot.item.lossless if lossless is None else lossless[position]
-            if opened.source is None:
+            slot = held.slots.pop(number)
+            row, nbytes = slot.row, real[position]
+            index.pending[row] &= ~bit
+            if source is not None and index.resident[row]:
+                if index.generation[row] != slot.generation:
+                    drops.append(self._outdated(slot, tier, nbytes))
+                    continue
+            elif source is None:
+                index.pending[row] |= bit  # the row stays while copies change
                 drops += self._publish(row, slot, now)
-            elif index.resident[row] and index.generation[row] != slot.generation:
-                # replaced while it was being copied: the copy is of no use
-                index.pending[row] &= ~(1 << tier)
-                at.settle(row)
-                at.unhold(row)
-                drops.append(
-                    Drop(slot.item.part, tier, slot.generation, nbytes, EvictReason.REPLACED)
-                )
-                continue
+                index.pending[row] &= ~bit
             index.generation[row] = slot.generation
+            at.ledger.charge(tier, index.tenant[row], nbytes, slot.nbytes)
+            fine = slot.item.lossless if lossless is None else lossless[position]
             at.place(row, tier, nbytes, lossless=fine, clock=slot.clock)
-            index.pending[row] &= ~(1 << tier)
-            at.sync(row)
-            if opened.source is not None:
+            if source is not None:
                 at.unhold(row)
+        if not held.slots:
+            del self._open[handle]
         return drops + at.collect()
 
-    def _real_charges(
-        self, handle: int, done: Sequence[int], charges: Sequence[int] | None
-    ) -> list[int]:
-        """Check a commit before anything is changed; return the bytes of each item."""
+    def _outdated(self, slot: _Slot, tier: int, nbytes: int) -> Drop:
+        """Give up a copy of a part that was replaced while it was being copied."""
+        at, row = self._at, slot.row
+        at.ledger.give_back(tier, at.index.tenant[row], slot.nbytes)
+        at.settle(row)
+        at.unhold(row)
+        return Drop(slot.item.part, tier, slot.generation, nbytes, EvictReason.REPLACED)
+
+    def _check(
+        self, handle: int, numbers: Sequence[int], charges: Sequence[int] | None
+    ) -> tuple[_Open, list[int]]:
+        """Check a second phase before anything is changed; return the bytes of each item."""
         held = self._open.get(handle)
-        slots = held.slots if held is not None else {}
+        if held is None or len(set(numbers)) != len(numbers):
+            raise self._closed(handle, numbers)
         real: list[int] = []
-        for position, number in enumerate(done):
-            slot = slots.get(number)
-            if slot is None or number in done[:position]:
+        for position, number in enumerate(numbers):
+            slot = held.slots.get(number)
+            if slot is None:
                 raise self._closed(handle, number)
             nbytes = slot.nbytes if charges is None else charges[position]
             if not 0 <= nbytes <= slot.nbytes:
@@ -346,10 +374,10 @@ class Storer:
                     f" {slot.nbytes} reserved for it; reserve the upper bound"
                 )
             real.append(nbytes)
-        return real
+        return held, real
 
     @staticmethod
-    def _closed(handle: int, number: int) -> ClosedError:
+    def _closed(handle: int, number: object) -> ClosedError:
         return ClosedError(
             f"item {number} of reservation {handle} is not open: it was never reserved, or was"
             " committed or rolled back before"
@@ -359,10 +387,10 @@ class Storer:
         """Take the place of older copies."""
         at, index, item = self._at, self._at.index, slot.item
         until = inf if item.ttl is None else now + item.ttl
+        drops: list[Drop] = []
         if index.resident[row]:
             until = max(until, index.expiry[row])
-        drops: list[Drop] = []
-        for tier in at.tiers:
+        for tier in at.tiers if index.resident[row] else ():
             if index.resident[row] >> tier & 1:
                 drop = at.drop(row, tier, EvictReason.REPLACED, now)
                 if drop is not None:
@@ -380,17 +408,19 @@ class Storer:
     ) -> list[Drop]:
         """Give reserved bytes back; see :meth:`Decisions.rollback`."""
         at, index = self._at, self._at.index
-        held = self._open.get(handle)
-        for position, number in enumerate(failed):
-            if held is None or number not in held.slots or number in failed[:position]:
-                raise self._closed(handle, number)
+        if not failed:
+            return at.collect()
+        held, _ = self._check(handle, failed, None)
         for number in failed:
-            opened, slot = self._take(handle, number)
+            slot = held.slots.pop(number)
             row = slot.row
-            index.pending[row] &= ~(1 << opened.tier)
+            index.pending[row] &= ~(1 << held.tier)
+            at.ledger.give_back(held.tier, index.tenant[row], slot.nbytes)
             if reason is SkipReason.FAILED and not index.resident[row]:
-                at.history.note(slot.item.part, MissReason.FAILED, opened.tier, now)
+                at.history.note(slot.item.part, MissReason.FAILED, held.tier, now)
             at.settle(row)
-            if opened.source is not None:
+            if held.source is not None:
                 at.unhold(row)
+        if not held.slots:
+            del self._open[handle]
         return at.collect()

@@ -78,7 +78,8 @@ def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
 
 def _usable(level: Level, capacity: int) -> int:
     """Bytes of a tier that frames can count on: a medium needs some for its own records."""
-    return int(level.backend.stats().details.get("usable_bytes", capacity))
+    usable = int(level.backend.stats().details.get("usable_bytes", 0))
+    return usable or capacity  # memory is not mapped yet: then the whole of it counts
 
 
 async def open_level(core: Core, level: Level) -> None:
@@ -90,4 +91,5 @@ async def open_level(core: Core, level: Level) -> None:
     found = await level.backend.open(core.workers)
     charges = [level.backend.charge(part.nbytes) for part in found]
     core.free(core.decisions.recover(level.index, found, charges, core.clock(), core.wall()))
+    core.peaks[level.index] = core.decisions.used(level.index)
     await core.purge(level)

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
-from tierkv.engine.compose import tenant_limits
 from tierkv.engine.lifecycle import Lifecycle
-from tierkv.engine.many import StoreRequest, load_many, match_many, store_many
 from tierkv.engine.stats import EngineStats
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
-from tierkv.session import Session
-from tierkv.session.match import make_query
-from tierkv.session.table import SessionState
+from tierkv.session import Session, SessionState
+from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -77,8 +74,7 @@ class Engine(Lifecycle):
         if self.core.closed:
             raise ClosedError("the engine is closed")
         state = self._sessions.ensure(self._space(space), tenant, name, salt)
-        limits = tenant_limits(self.config).get(tenant)
-        quota = limits is not None and limits.session_quota is not None
+        quota = "session_quota" in self.config.tenants.get(tenant, {})
         return Session(self.runtime, self._sessions, state, ttl=ttl, fidelity=fidelity, quota=quota)
 
     def _space(self, space: Space | None) -> Space:
@@ -97,14 +93,18 @@ class Engine(Lifecycle):
         tenant: str = "",
         tokens: Sequence[int] | None = None,
         space: Space | None = None,
+        salt: bytes = b"",
+        fidelity: str = "exact",
     ) -> Job[int]:
         """Start bringing a prefix into the fastest tier, e.g. when its request arrives.
 
         Args:
-            session: Session whose history to bring.
+            session: Session whose history to bring; nothing is brought if there is none.
             tenant: Its tenant.
             tokens: Token ids to bring instead of the history.
             space: Space; None takes the engine's.
+            salt: Salt of the blocks, where no session is named.
+            fidelity: ``"exact"``, or ``"lossy"`` if lossy copies are of use.
 
         Returns:
             The engine-owned job; awaiting ``job.wait()`` gives the number of parts moved, and is
@@ -112,17 +112,23 @@ class Engine(Lifecycle):
 
         Raises:
             ConfigError: if neither a session nor tokens are given.
+            ClosedError: if the engine is closed.
         """
         if session is None and tokens is None:
             raise ConfigError("prefetch needs session= or tokens=")
-        handle = self.session(session or "", tenant=tenant, space=space)
-        chain = handle.state.chain
+        if self.core.closed:
+            raise ClosedError("the engine is closed")
+        space = self._space(space)
+        # a probe: it makes no session and renews none
+        state = self._sessions.get(space, tenant, session) if session is not None else None
+        state = state or SessionState(session or "", tenant, space, salt)
+        handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
+        keys = state.chain.keys
         if tokens is not None:
-            chain = chain.fork()
+            chain = state.chain.fork()
             await self.workers.run(chain.follow, tokens)
-        size = handle.space.block_tokens
-        query = make_query(handle, chain.keys, len(chain.keys) * size, touch=False)
-        return self.runtime.prefetcher.start(handle.space, handle.state.root, query)
+            keys = chain.keys
+        return handle.promote(keys)
 
     def match_many(
         self, requests: Sequence[tuple[Session, Sequence[int]]]
@@ -146,9 +152,10 @@ class Engine(Lifecycle):
         space: Space | None = None,
         tenant: str = "",
         fidelity: str = "exact",
+        salt: bytes = b"",
     ) -> list[BlockReport]:
         """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing."""
-        state = SessionState("", tenant, self._space(space), b"")
+        state = SessionState("", tenant, self._space(space), salt)
         handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
         return handle.explain(token_ids)
 
@@ -193,11 +200,11 @@ class Engine(Lifecycle):
         for state in self._sessions:
             self._sessions.clear(state)
         await self.runtime.behind.drain()
-        drops = core.decisions.forget(self._parts(), EvictReason.REMOVED, core.clock())
-        core.free(drops)
+        before = sum(core.decisions.entries(level.index) for level in core.levels)
+        core.free(core.decisions.forget(self._parts(), EvictReason.REMOVED, core.clock()))
         for level in core.levels:
             await self.workers.spawn(core.purge, level, name="purge").wait()
-        return len(drops)
+        return before - sum(core.decisions.entries(level.index) for level in core.levels)
 
     def call_soon_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
         """Run ``fn(*args)`` on the engine's loop soon; from any thread, without waiting.
@@ -245,6 +252,7 @@ async def open(
     backends: Sequence[Backend] | None = None,
     observer: Observer | None = None,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
     **settings: Any,
 ) -> AsyncIterator[Engine]:
     """Open an engine: ``async with tierkv.open("tierkv.toml", space=space) as engine``.
@@ -255,6 +263,7 @@ async def open(
         backends: Ready backends for the tiers, instead of making them by kind (tests, wrappers).
         observer: Who hears what happens, instead of the metrics.
         clock: Monotonic clock in seconds.
+        wall: Wall clock in seconds, for expiry times that outlive the process.
         **settings: Fields of :class:`~tierkv.config.EngineConfig`; they win over the environment
             (``TIERKV_*``), which wins over the file.
 
@@ -265,6 +274,8 @@ async def open(
     Leaving closes the engine, which is bounded by ``close_timeout``.
     """
     config, _ = load_config(source, **settings)
-    engine = Engine(config, space=space, backends=backends, observer=observer, clock=clock)
+    engine = Engine(
+        config, space=space, backends=backends, observer=observer, clock=clock, wall=wall
+    )
     async with engine:
         yield engine

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 import warnings
+from contextlib import AsyncExitStack
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tierkv.buffers import Staging
 from tierkv.engine.compose import make_decisions, make_levels, open_level
+from tierkv.engine.log import LogFile
 from tierkv.engine.stats import CloseReport
-from tierkv.errors import BackendError, ClosedError, ConfigError
+from tierkv.errors import BackendError, ClosedError
 from tierkv.metrics import EngineSnapshot, MetricsObserver, NullObserver, TierSnapshot, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
@@ -23,7 +25,7 @@ from tierkv.session.table import Runtime
 from tierkv.workers import Signal, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from tierkv.abc import Backend, Observer
@@ -36,7 +38,6 @@ __all__ = ["Lifecycle"]
 
 _log = logging.getLogger("tierkv")
 _LOOPS = ("write-behind", "housekeeping")
-_LOG_BUFFER = 1 << 20
 
 
 class Lifecycle:
@@ -57,7 +58,7 @@ class Lifecycle:
         self._backends = tuple(backends) if backends is not None else None
         self._clock = clock
         self._wall = wall
-        self._log_file: BinaryIO | None = None
+        self._log_file: LogFile | None = None
         self.metrics = MetricsObserver(
             [t.name for t in config.tiers],
             self.snapshot,
@@ -101,6 +102,8 @@ class Lifecycle:
         Raises:
             ConfigError: if a setting cannot be honoured.
             BackendError: if a tier cannot be used; the others are closed again.
+
+        Cancellation: whatever was opened is closed again, then it is re-raised.
         """
         if self._core is not None:
             raise ClosedError("an engine is opened once; make a new one")
@@ -116,31 +119,14 @@ class Lifecycle:
             verify_host=self.config.verify_host,
         )
         self._loop = asyncio.get_running_loop()
-        await self.workers.start()
-        opened: list[Level] = []
+        attempted: list[Level] = []
         try:
-            if self.config.decision_log is not None:
-                self._log_file = await self.workers.run(_open_log, self.config.decision_log)
-                core.decisions.attach(self._log_file)
-            for level in levels:
-                await open_level(core, level)
-                opened.append(level)
+            await self.workers.start()
+            await self._open(core, attempted)
         except BaseException:
-            for level in reversed(opened):
-                await level.backend.aclose()
-            await self.workers.aclose(float(self.config.close_timeout))
-            self._close_log()
+            await self._shut(core, attempted)
             raise
         self._core = core
-        fetcher = Fetcher(core)
-        behind = WriteBehind(core, int(self.config.write_queue))
-        prefetcher = Prefetcher(core, fetcher)
-        self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy)
-        self._table = SessionTable(core)
-        for name, loop in zip(_LOOPS, (behind.run, self._housekeeping), strict=True):
-            self.workers.supervise(name, loop)
-        if self.config.metrics_port is not None:
-            self._server = serve(self.metrics.registry, self.config.metrics_port)
         _log.info(
             "%s: %s",
             self.config.name,
@@ -148,51 +134,76 @@ class Lifecycle:
         )
         return self
 
+    async def _open(self, core: Core, attempted: list[Level]) -> None:
+        """Open whatever start() promises; ``attempted`` tells which tiers need closing."""
+        if self.config.decision_log is not None:
+            self._log_file = await self.workers.run(LogFile, self.config.decision_log)
+            core.decisions.attach(self._log_file)
+        for level in core.levels:
+            attempted.append(level)
+            await open_level(core, level)
+        fetcher = Fetcher(core)
+        behind = WriteBehind(core, int(self.config.write_queue))
+        prefetcher = Prefetcher(core, fetcher)
+        self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy)
+        self._table = SessionTable(core)
+        if self.config.metrics_port is not None:
+            self._server = serve(self.metrics.registry, self.config.metrics_port)
+        self.workers.supervise(_LOOPS[0], behind.run)
+        self.workers.supervise(_LOOPS[1], self._housekeeping)
+
     async def _housekeeping(self) -> None:
-        core, behind = self.core, self.runtime.behind
         pause = float(self.config.tick)
         while True:
             before = time.monotonic()
             await asyncio.sleep(pause)
             self._observer.loop_lag(seconds=max(time.monotonic() - before - pause, 0.0))
+            core = self.core
             drops, demotes = core.decisions.tick(core.clock())
             core.free(drops)
-            behind.demote(demotes)
+            self.runtime.behind.demote(demotes)
             self._sessions.expire(core.clock())
             for level in core.levels:
-                await core.purge(level)
+                # by themselves: a tier that hangs must not stop the clock of the others
+                if level.doomed and level.purging is None:
+                    self.workers.spawn(core.purge, level, name="purge")
+            if self._log_file is not None:
+                await self.workers.run(self._log_file.flush)
 
     async def aclose(self) -> CloseReport:
         """Write what is queued (for at most ``close_timeout``), sync and close. Idempotent.
 
+        What is still being loaded or stored then ends at once, with ClosedError or a shorter
+        result.
+
         Returns:
             What did not get to its tier in time; it is also logged.
+
+        Cancellation: closing goes on to its end, which comes within a small multiple of
+        ``close_timeout`` even if tiers hang; then the cancellation is re-raised.
         """
-        if self._report is not None:
-            return self._report
         if self._core is None:
-            self._report = CloseReport(0)
-            return self._report
+            return CloseReport(0)
         if self._closing is not None:
             await self._closing.wait()
-            assert self._report is not None
-            return self._report
+            return self._report or CloseReport(0)
         self._closing = Signal()
         core, behind = self._core, self.runtime.behind
         core.closed = True
         try:
-            unwritten = await self._drain(core, behind)
-            self._report = CloseReport(unwritten)
-            if unwritten:
-                _log.warning("%s: closed with %d parts not written", self.config.name, unwritten)
+            if self.workers.running:
+                await self.workers.outlast(self._drain, core, behind)
         finally:
-            if self._report is None:
-                self._report = CloseReport(behind.pending)
-            await self._shut(core)
-            self._closing.set()
+            self._report = CloseReport(behind.pending)
+            if behind.pending:
+                _log.warning("%s: closed, %d parts not written", self.config.name, behind.pending)
+            try:
+                await self._shut(core, core.levels)
+            finally:
+                self._closing.set()
         return self._report
 
-    async def _drain(self, core: Core, behind: WriteBehind) -> int:
+    async def _drain(self, core: Core, behind: WriteBehind) -> None:
         grace = float(self.config.close_timeout)
         try:
             async with asyncio.timeout(grace):
@@ -200,25 +211,43 @@ class Lifecycle:
                 for level in core.levels:
                     await self.workers.spawn(core.flush, level, name="flush").wait()
         except (TimeoutError, BackendError, ClosedError) as error:
-            _log.warning("%s: closing early: %s", self.config.name, error)
-        return behind.pending
+            _log.warning("%s: closing early: %s", self.config.name, str(error) or "out of time")
 
-    async def _shut(self, core: Core) -> None:
+    async def _shut(self, core: Core, levels: Sequence[Level]) -> None:
+        """End the jobs, then close tiers, files and threads; each step comes, whatever happens."""
+        core.closed = True
         grace = float(self.config.close_timeout)
-        if self._server is not None:
-            self._server.close()
-        for level in core.levels:
-            try:
-                async with asyncio.timeout(grace):
-                    await level.backend.aclose()
-            except Exception:  # noqa: BLE001 - closing goes on, whatever one tier does
-                _log.exception("%s: tier %s did not close", self.config.name, level.name)
-        await self.workers.aclose(grace)
-        self._close_log()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.workers.aclose, grace)
+            stack.push_async_callback(self._apart, self._close_files)
+            for level in levels:
+                stack.push_async_callback(self._close_tier, level, grace)
+            await self.workers.quiesce(grace)
 
-    def _close_log(self) -> None:
-        if self._log_file is not None:
-            self._log_file.close()
+    async def _apart(self, fn: Callable[[], Awaitable[None]]) -> None:
+        """Run a step of closing where no cancellation reaches it, if there is such a place."""
+        if self.workers.running:
+            await self.workers.outlast(fn)
+        else:  # somebody cancelled every task of the loop
+            await fn()
+
+    async def _close_tier(self, level: Level, grace: float) -> None:
+        if not self.workers.running:
+            await level.backend.aclose()
+            return
+        job = self.workers.spawn(level.backend.aclose, name=f"close {level.name}", closing=True)
+        if not await job.ended.outlast(grace):
+            _log.error("%s: tier %s hangs and is given up", self.config.name, level.name)
+            return
+        try:
+            await job.wait()
+        except Exception:  # noqa: BLE001 - closing goes on, whatever one tier does
+            _log.exception("%s: tier %s did not close", self.config.name, level.name)
+
+    async def _close_files(self) -> None:
+        for thing in (self._server, self._log_file):
+            if thing is not None:
+                await self.workers.run(thing.close)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -281,12 +310,5 @@ class Lifecycle:
             ),
             sessions=sum(bool(state.handles) for state in self._sessions),
             leases=d.leases(),
-            session_bytes=sum(i.nbytes for i in self.sessions()),
+            session_bytes=sum(self._sessions.info(s).nbytes for s in self._sessions if s.handles),
         )
-
-
-def _open_log(path: str) -> BinaryIO:
-    try:
-        return open(path, "ab", buffering=_LOG_BUFFER)
-    except OSError as error:
-        raise ConfigError(f"decision_log: cannot write {path!r}: {error.strerror}") from error

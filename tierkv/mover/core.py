@@ -81,12 +81,12 @@ def stored_part(header: Header) -> StoredPart:
         nbytes=header.frame_bytes,
         tenant=header.tenant,
         exact=header.fidelity == "exact",
-        lossless=is_lossless(header),
+        lossless=_is_lossless(header),
         expires=header.expires,
     )
 
 
-def is_lossless(header: Header) -> bool:
+def _is_lossless(header: Header) -> bool:
     """Whether no section of this frame went through a lossy codec."""
     return all(stored_chain(name).lossless for name in {s.chain for s in header.sections})
 
@@ -95,7 +95,7 @@ def derivation(header: Header) -> str:
     """How KV loaded from this frame differs from exact KV; empty if it does not."""
     if header.fidelity != "exact":
         return header.fidelity.removeprefix("derived:")
-    return "" if is_lossless(header) else "lossy-codec"
+    return "" if _is_lossless(header) else "lossy-codec"
 
 
 class Core:

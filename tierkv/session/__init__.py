@@ -1,10 +1,11 @@
 """Sessions: named token histories whose KV is matched, loaded, stored and forgotten."""
 
 from tierkv.mover.behind import FlushResult
-from tierkv.session.handle import BlockReport, Session
+from tierkv.session.explaining import BlockReport
+from tierkv.session.handle import Session
 from tierkv.session.match import LoadResult, Match
 from tierkv.session.saving import BlockOutcome, StoreResult
-from tierkv.session.table import SessionInfo, SessionTable
+from tierkv.session.table import SessionInfo, SessionState, SessionTable
 
 __all__ = [
     "BlockOutcome",
@@ -14,6 +15,7 @@ __all__ = [
     "Match",
     "Session",
     "SessionInfo",
+    "SessionState",
     "SessionTable",
     "StoreResult",
 ]

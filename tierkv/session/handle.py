@@ -2,172 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierkv.blocks import part_id
-from tierkv.decisions.types import MissReason
-from tierkv.errors import ClosedError, ConfigError
+from tierkv.errors import ConfigError
+from tierkv.session.base import Handle
 from tierkv.session.batches import StoreRequest, store_many
+from tierkv.session.explaining import BlockReport, explain
 from tierkv.session.match import Match, make_query
-from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from tierkv.abc import View
-    from tierkv.blocks import BlockKey, Media, PartId
-    from tierkv.decisions.types import PartState
-    from tierkv.layout import Space
+    from tierkv.blocks import BlockKey, Media
     from tierkv.mover.behind import FlushResult
-    from tierkv.mover.load import Progress
     from tierkv.session.saving import StoreResult
-    from tierkv.session.table import Runtime, SessionInfo, SessionState, SessionTable
+    from tierkv.session.table import SessionInfo
     from tierkv.workers import Job
 
-__all__ = ["BlockReport", "Session"]
+__all__ = ["Session"]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockReport:
-    """Where one block of a prompt is, or why it is nowhere.
-
-    Attributes:
-        index: Number of the block.
-        start_token: Its first token.
-        end_token: One past its last token.
-        tier: Fastest tier in which a prefix load would find it, or None.
-        chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``.
-        exact: Whether its KV is exact.
-        reason: Why it would not be loaded; None if it would.
-        about: Tier that the reason is about, if it is about one.
-        ago: Seconds since the reason arose, if known.
-    """
-
-    index: int
-    start_token: int
-    end_token: int
-    tier: str | None
-    chain: str | None
-    exact: bool
-    reason: MissReason | None
-    about: str | None = None
-    ago: float | None = None
-
-    def __str__(self) -> str:
-        if self.reason is None:
-            return f"block {self.index}: {self.tier}, {self.chain}"
-        where = f" in {self.about}" if self.about else ""
-        when = f" {self.ago:.0f} s ago" if self.ago is not None else ""
-        return f"block {self.index}: {self.reason.value}{when}{where}"
-
-
-class Session:
+class Session(Handle):
     """A handle on a session; open it with ``async with``.
 
     Several handles (and tasks) may share one session: its history is common, and turns on it
-    run one after the other. Leaving deletes nothing; :meth:`destroy` does.
+    run one after the other. Tasks that share one handle share its turn. Leaving deletes nothing;
+    :meth:`destroy` does.
     """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        table: SessionTable,
-        state: SessionState,
-        *,
-        ttl: float | str | None = None,
-        fidelity: str = "exact",
-        quota: bool = False,
-    ) -> None:
-        if fidelity not in ("exact", "lossy"):
-            raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
-        self.runtime = runtime
-        self.state = state
-        self.lossy = fidelity == "lossy"
-        self.quota = quota
-        self.lineage: list[Progress] = []
-        self._table = table
-        self._ttl = None if ttl is None else parse_duration(ttl)
-        self._open = False
-
-    def __repr__(self) -> str:
-        return f"<Session {self.id!r} of tenant {self.tenant!r}: {self.state.chain!r}>"
-
-    @property
-    def id(self) -> str:
-        """Name of the session."""
-        return self.state.id
-
-    @property
-    def tenant(self) -> str:
-        """Its tenant."""
-        return self.state.tenant
-
-    @property
-    def space(self) -> Space:
-        """Its space."""
-        return self.state.space
-
-    @property
-    def ttl(self) -> float | None:
-        """Seconds its parts live after their last use, or None."""
-        return self.state.ttl
-
-    @property
-    def derived(self) -> str:
-        """How KV computed behind this handle's loads differs from exact KV; empty if not."""
-        return next((load.derived for load in self.lineage if load.derived), "")
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its history: the token ids of the last match or store."""
-        return self.state.chain.tokens.tolist()
-
-    async def __aenter__(self) -> Session:
-        if self._open:
-            raise ClosedError(f"this handle on session {self.id!r} is open already")
-        if self.runtime.core.closed:
-            raise ClosedError("the engine is closed")
-        self.state.handles += 1
-        self._open = True
-        if self._ttl is not None:
-            self.state.ttl = self._ttl
-        self.state.used = self.runtime.core.clock()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open = False
-        self.state.handles -= 1
-        self.state.used = self.runtime.core.clock()
-
-    def check_open(self) -> None:
-        """Refuse to work on a handle that is not open.
-
-        Raises:
-            ClosedError: if it is not, or if the engine is closed.
-        """
-        if not self._open:
-            raise ClosedError(f"session {self.id!r} is not open: use it inside its 'async with'")
-        if self.runtime.core.closed:
-            raise ClosedError("the engine is closed")
-
-    async def begin_turn(self) -> None:
-        """Wait for the session's turn; nests. Pair with :meth:`end_turn`.
-
-        Raises:
-            SessionBusyError: if a turn runs and the engine is set to refuse a second one.
-        """
-        await self.state.begin_turn(self, self.runtime.busy)
-
-    def end_turn(self) -> None:
-        """End a turn begun with :meth:`begin_turn`."""
-        self.state.end_turn(self)
 
     def match(self, token_ids: Sequence[int], *, media: Sequence[Media] = ()) -> Match:
         """The longest loadable prefix of a prompt, leased: ``async with session.match(ids)``.
@@ -273,51 +135,4 @@ class Session:
         Args:
             token_ids: The prompt; None takes the session's history.
         """
-        chain = self.state.chain
-        if token_ids is not None:
-            chain = chain.fork()
-            chain.follow(token_ids)
-        size = self.space.block_tokens
-        reports = [
-            self._report(index, key, index * size, (index + 1) * size)
-            for index, key in enumerate(chain.keys)
-        ]
-        done = len(chain.keys) * size
-        if done < len(chain.tokens):
-            tail = self.state.tail
-            ours = tail is not None and tail.tokens == chain.tokens[done:].tobytes()
-            key = tail.key if tail is not None and ours else None
-            reports.append(self._report(len(reports), key, done, len(chain.tokens)))
-        return reports
-
-    def _report(self, index: int, key: BlockKey | None, start: int, end: int) -> BlockReport:
-        core = self.runtime.core
-        if key is None:
-            return BlockReport(index, start, end, None, None, True, MissReason.NEVER_STORED)
-        now = core.clock()
-        worst: tuple[PartId, PartState] | None = None
-        for group in range(len(self.space.layout.groups)):
-            part = part_id(key, group)
-            state = core.decisions.state(part, now)
-            if worst is None or _slower(state, worst[1]):
-                worst = (part, state)
-        assert worst is not None
-        part, state = worst
-        usable = [
-            t
-            for t, lossless in zip(state.tiers, state.lossless, strict=True)
-            if self.lossy or (lossless and state.exact)
-        ]
-        if not usable:
-            reason = MissReason.FIDELITY if state.tiers else state.reason
-            about = core.levels[state.tier].name if state.tier is not None else None
-            return BlockReport(index, start, end, None, None, state.exact, reason, about, state.ago)
-        level = core.levels[usable[0]]
-        chain = level.chain
-        if level.memory is not None:
-            chain = core.chain_of(level, part, state.generation) or chain
-        return BlockReport(index, start, end, level.name, chain, state.exact, None)
-
-
-def _slower(state: PartState, than: PartState) -> bool:
-    return (not state.tiers, state.tiers[:1]) > (not than.tiers, than.tiers[:1])
+        return explain(self.runtime.core, self.state, token_ids, lossy=self.lossy)

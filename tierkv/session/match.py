@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from tierkv import views
 from tierkv.blocks import part_id
-from tierkv.decisions.types import GroupRule, MissReason, Query
+from tierkv.decisions.types import Found, GroupRule, MissReason, Query
 from tierkv.errors import ClosedError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find
 from tierkv.mover.layers import LayerLoad
+from tierkv.mover.lease import Lease
 from tierkv.mover.load import LoadPlan, load
 from tierkv.units import parse_duration
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tierkv.abc import View
-    from tierkv.blocks import BlockKey, Media
-    from tierkv.decisions.types import Found
+    from tierkv.blocks import BlockKey, KeyChain, Media
     from tierkv.session.handle import Session
+    from tierkv.session.table import Tail
 
-__all__ = ["LoadResult", "Match", "make_query"]
+__all__ = ["LoadResult", "Match", "follow", "make_query"]
 
 _HASH_INLINE_TOKENS = 8192
 _REPLANS = 8
@@ -82,32 +83,32 @@ class Match:
         self._ids = token_ids
         self._media = media
         self._keys: tuple[BlockKey, ...] = ()
-        self._found: Found | None = None
+        self._open = False
+        self._found = Found(0, 0, (), 0, None)
+        self._lease: Lease | None = None
         self._layers: list[LayerLoad] = []
 
     def __repr__(self) -> str:
-        state = "open" if self._found is not None else "closed"
+        state = "open" if self._open else "closed"
         return f"<Match {state}: {self.tokens} of {len(self._ids)} tokens>"
 
     async def __aenter__(self) -> Match:
         session = self._session
         session.check_open()
-        state, core = session.state, session.runtime.core
+        if self._open:
+            raise ClosedError("this match is open already")
+        core = session.runtime.core
         start = core.clock()
         await session.begin_turn()
         try:
-            shared = await follow(session, self._ids, self._media)
-            state.lineage = []
-            self._keys = tuple(state.chain.keys)
-            tokens = len(self._keys) * state.space.block_tokens
-            if self._tail_applies():
-                assert state.tail is not None
-                self._keys = (*self._keys[: state.tail.blocks], state.tail.key)
-                tokens = state.tail.blocks * state.space.block_tokens + len(state.tail.tokens) // 4
+            chain, shared = await follow(session, self._ids, self._media)
+            session.lineage = session.state.lineage = []
+            self._keys, tokens = self._with_tail(chain)
             self._take(await find(core, make_query(session, self._keys, tokens)))
         except BaseException:
             session.end_turn()
             raise
+        self._open, self._layers = True, []
         self._observe(shared, start)
         return self
 
@@ -120,62 +121,64 @@ class Match:
         self.close()
 
     def close(self) -> None:
-        """Give the lease and the turn back. Idempotent; no await."""
-        if self._found is None:
+        """Give the lease and the turn back. Idempotent; no await.
+
+        A copy that another task has under way for this match keeps the lease to its end.
+        """
+        if not self._open:
             return
+        self._open = False
         for layers in self._layers:
             layers.close()
         self._release()
-        self._session.end_turn()
-        if any(plan.blocks and self._slow(plan) for plan in self._session.state.lineage):
-            self._session.promote(self._keys)
-
-    def _slow(self, plan: LoadPlan) -> bool:
-        """Whether a layer-wise load left parts in a tier that only ranges were read from."""
-        core = self._session.runtime.core
-        return bool(self._layers) and any(
-            core.levels[p.tier].memory is None for p in plan.found.parts
-        )
+        session = self._session
+        session.end_turn()
+        core = session.runtime.core
+        # layer-wise loads read ranges, which leaves the parts where they are
+        far = any(core.levels[p.tier].memory is None for p in self._found.parts)
+        if far and not core.closed and self._layers and any(p.blocks for p in session.lineage):
+            session.promote(self._keys)
 
     def _take(self, found: Found) -> None:
         self._found = found
+        self._lease = Lease(self._session.runtime.core, found.lease)
         self.tokens = found.tokens
         self.reason = found.reason
 
     def _release(self) -> None:
-        found, self._found = self._found, None
-        if found is not None and found.lease:
-            core = self._session.runtime.core
-            core.free(core.decisions.release(found.lease, core.clock()))
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
-    def _tail_applies(self) -> bool:
+    def _with_tail(self, chain: KeyChain) -> tuple[tuple[BlockKey, ...], int]:
+        """Keys to look up and tokens they cover: with the private tail where it applies."""
+        state = self._session.state
+        size, tail = state.space.block_tokens, state.tail
+        if tail is None or not self._tail_applies(chain, tail):
+            return tuple(chain.keys), len(chain.keys) * size
+        keys = (*chain.keys[: tail.blocks], tail.key)
+        return keys, tail.blocks * size + len(tail.tokens) // 4
+
+    def _tail_applies(self, chain: KeyChain, tail: Tail) -> bool:
         """Whether the prompt goes on exactly with the session's private partial block."""
         state = self._session.state
-        tail = state.tail
-        if tail is None:
-            return False
-        size = state.space.block_tokens
-        keys = state.chain.keys
-        if len(keys) < tail.blocks or (keys[tail.blocks - 1] if tail.blocks else state.root) != (
-            tail.parent
-        ):
+        keys = chain.keys
+        parent = keys[tail.blocks - 1] if tail.blocks else state.root
+        if len(keys) < tail.blocks or parent != tail.parent:
             return False
         if len(keys) > tail.blocks:
-            known = self._session.runtime.core.decisions.state(
-                part_id(keys[tail.blocks], 0), self._session.runtime.core.clock()
-            )
-            if known.tiers:
+            core = self._session.runtime.core
+            if core.decisions.state(part_id(keys[tail.blocks], 0), core.clock()).tiers:
                 return False  # the full block is there: better than a part of it
-        begin = tail.blocks * size
+        begin = tail.blocks * state.space.block_tokens
         held = array("I")
         held.frombytes(tail.tokens)
-        return state.chain.tokens[begin : begin + len(held)] == held
+        return chain.tokens[begin : begin + len(held)] == held
 
     def _observe(self, shared: int, start: float) -> None:
         core = self._session.runtime.core
         space = self._session.space
         found = self._found
-        assert found is not None
         slowest: dict[int, int] = {}
         for part in found.parts:
             slowest[part.block] = max(slowest.get(part.block, 0), part.tier)
@@ -201,13 +204,14 @@ class Match:
             ClosedError: if the match is not open.
             LayoutError: if the view does not fit the layout.
         """
-        if self._found is None:
+        if not self._open or self._lease is None:
             raise ClosedError("this match is not open: use it inside its 'async with'")
-        self._session.check_open()
-        views.check(into, self._session.space.layout)
-        state = self._session.state
-        plan = LoadPlan(state.space, state.root, self._keys, self._found, into)
-        state.lineage.append(plan)
+        session = self._session
+        session.check_open()
+        views.check(into, session.space.layout)
+        state = session.state
+        plan = LoadPlan(state.space, state.root, self._keys, self._found, self._lease, into)
+        session.lineage.append(plan.progress)
         return plan
 
     async def load(self, into: View, *, deadline: float | str | None = None) -> LoadResult:
@@ -226,6 +230,9 @@ class Match:
             ClosedError: if the match or the engine is closed.
             LayoutError: if the view does not fit the layout.
 
+        In a space with windows or recurrent states a failure may leave a shorter prefix that has
+        to be loaded anew; tokens behind the reported ones may then have been written.
+
         Cancellation: at most one slice of a copy (32 MiB) is waited for, then the cancellation is
         re-raised; nothing writes into the view after that.
         """
@@ -241,37 +248,35 @@ class Match:
     async def replan(self, plan: LoadPlan, until: float | None) -> LoadPlan:
         """Find a shorter prefix where a failure left windows or states uncovered."""
         groups = plan.space.layout.groups
-        simple = all(g.kind in (GroupKind.FULL, GroupKind.LATENT) for g in groups)
-        core = self._session.runtime.core
+        failure = plan.progress.reason
+        if failure is None or all(g.kind in (GroupKind.FULL, GroupKind.LATENT) for g in groups):
+            return plan
+        core, size = self._session.runtime.core, plan.space.block_tokens
         for _ in range(_REPLANS):
-            if simple or plan.reason is None or plan.reason is MissReason.DEADLINE:
+            if plan.progress.reason in (None, MissReason.DEADLINE):
                 break
-            into, failure = plan.view, plan.reason
+            keys = self._keys[: plan.progress.blocks]
             self._release()
-            size = plan.space.block_tokens
-            keys = self._keys[: plan.blocks]
-            found = await find(core, make_query(self._session, keys, len(keys) * size))
-            self._take(found)
-            plan = self.plan(into)
+            self._take(await find(core, make_query(self._session, keys, len(keys) * size)))
+            plan = self.plan(plan.view)
             await load(core, self._session.runtime.fetcher, [plan], until)
-            if plan.reason is None:
-                self.reason = failure
-                break
-        if not simple and plan.reason is not None:
-            plan.blocks = 0
-            plan.by_tier.clear()
+        if plan.progress.reason is not None:
+            plan.progress.blocks = 0
+            plan.progress.by_tier.clear()
+        # it is less than was matched, whatever the last attempt found
+        plan.progress.reason = plan.progress.reason or failure
         return plan
 
     def result(self, plan: LoadPlan) -> LoadResult:
         """What a finished plan put in place."""
-        assert self._found is not None
-        tokens = min(plan.blocks * plan.space.block_tokens, self._found.tokens)
-        return LoadResult(tokens, dict(plan.by_tier), plan.reason)
+        progress = plan.progress
+        tokens = min(progress.blocks * plan.space.block_tokens, plan.found.tokens)
+        return LoadResult(tokens, dict(progress.by_tier), progress.reason)
 
     def observe_load(self, plan: LoadPlan, seconds: float) -> None:
         """Tell the observer of a load."""
         core = self._session.runtime.core
-        names = list(plan.by_tier) or [""]
+        names = list(plan.progress.by_tier) or [""]
         order = [level.name for level in core.levels]
         slowest = max(names, key=lambda n: order.index(n) if n in order else -1)
         core.observer.operation(op="load", tier=slowest, seconds=seconds)
@@ -292,9 +297,23 @@ class Match:
         return layers
 
 
-async def follow(session: Session, token_ids: Sequence[int], media: Sequence[Media] = ()) -> int:
-    """Make ``token_ids`` the session's history; return how many tokens were already in it."""
+async def follow(
+    session: Session, token_ids: Sequence[int], media: Sequence[Media] = ()
+) -> tuple[KeyChain, int]:
+    """Make ``token_ids`` the session's history.
+
+    Returns:
+        The chain, which stays as it is at least until the next await, and how many of its tokens
+        the session had already.
+    """
     state = session.state
-    if len(token_ids) - len(state.chain.tokens) <= _HASH_INLINE_TOKENS:
-        return state.chain.follow(token_ids, media)
-    return await session.runtime.core.workers.run(state.chain.follow, token_ids, media)
+    chain = state.chain
+    new = len(token_ids) - len(chain.tokens)
+    if new <= _HASH_INLINE_TOKENS and len(token_ids) <= 8 * _HASH_INLINE_TOKENS:
+        return chain, chain.follow(token_ids, media)
+    # in a thread on a copy: whoever reads the history meanwhile sees all of it or nothing
+    longer = chain.fork()
+    shared = await session.runtime.core.workers.run(longer.follow, token_ids, media)
+    if state.chain is chain:  # else it was cleared meanwhile
+        state.chain = longer
+    return longer, shared

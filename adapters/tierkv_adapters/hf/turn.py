@@ -7,12 +7,14 @@ The model runs in a worker thread; the engine's loop feeds it. Everything that b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 import torch
 
 from tierkv.errors import (
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tierkv.layout import Space
+    from tierkv.mover.layers import LayerLoad
     from tierkv.session import Match, Session
     from tierkv.workers import Job, Workers
     from tierkv_adapters.hf.buffer import LayerKV
@@ -110,21 +113,17 @@ async def absorb(job: Job[_T], stop: Callable[[], None]) -> _T:
     Raises:
         BaseException: what the job raised, unless the caller was cancelled.
     """
-    cancelled: asyncio.CancelledError | None = None
-    while True:
-        try:
-            result = await job.wait()
-        except asyncio.CancelledError as error:
-            cancelled = cancelled or error
-            stop()
-        except BaseException:
-            if cancelled is not None:
-                raise cancelled from None
-            raise
-        else:
-            if cancelled is not None:
-                raise cancelled
-            return result
+    try:
+        return await job.wait()
+    except asyncio.CancelledError:
+        stop()
+        # shielded, because a cancelled scope would wake us at every step of the loop; a native
+        # cancel passes the shield and is absorbed: the first one is raised in the end
+        with anyio.CancelScope(shield=True):
+            while not job.done():
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await job.wait()
+        raise
 
 
 class Turn:
@@ -148,10 +147,12 @@ class Turn:
         self._cache: TierCache | None = None
         self._arrivals: dict[int, Future[None]] = {}
         self._ended: _Ended | None = None
+        self._scope = anyio.CancelScope()
 
     def stop(self) -> None:
-        """End the generation soon: within the time of one layer. Idempotent; call on the loop."""
+        """End the turn soon: within the time of one layer. Idempotent; call on the loop."""
         self._ended = self._ended or _Ended("the caller of generate went away")
+        self._scope.cancel()
         if self._cache is not None:
             self._cache.stop(self._ended)
         _fail(self._arrivals, self._ended)
@@ -165,6 +166,11 @@ class Turn:
             AttachError: if the prompt cannot be used.
             SessionBusyError: if the engine refuses a second turn on a busy session.
         """
+        with self._scope:
+            return await self._turn(session, bound, request)
+        raise self._ended or _Ended("the turn was stopped")
+
+    async def _turn(self, session: Session, bound: Bound, request: Request) -> GenerateResult:
         async with session:
             await session.begin_turn()
             try:
@@ -187,15 +193,15 @@ class Turn:
             chat=request.chat,
             append=request.append,
         )
-        relay = _Relay(self._emit, request.started)
         for attempt in range(_RESTORES + 1):
+            relay = _Relay(self._emit, request.started)
             self._renew(bound, request, ids)
             # the last prompt token is always computed: its logits are the answer's beginning
             async with session.match(ids[:-1]) as match:
                 tokens = match.tokens if attempt < _RESTORES else 0
                 try:
                     output, by_tier = await self._generate(
-                        session, match, bound, ids, request, relay, tokens
+                        match, bound, ids, request, relay, tokens
                     )
                 except LoadIncomplete as error:
                     self._counters.restores_failed += 1
@@ -238,7 +244,6 @@ class Turn:
 
     async def _generate(
         self,
-        session: Session,
         match: Match,
         bound: Bound,
         ids: list[int],
@@ -246,14 +251,13 @@ class Turn:
         relay: _Relay,
         tokens: int,
     ) -> tuple[list[int], dict[str, int]]:
-        cache, by_tier = self._cache, {}
+        cache = self._cache
         assert cache is not None
+        layers: LayerLoad | None = None
         feed: Job[None] | None = None
         if tokens:
             cache.open_restore(tokens, bound.space.block_tokens)
             layers = match.layers(into=RestoreView(cache, tokens))
-            plan = session.state.lineage[-1]
-            by_tier = plan.by_tier
             self._arrivals = {layer.index: Future() for layer in bound.layers}
             cache.restoring(tokens, self._arrivals)
             feed = self._workers.spawn(_feed, layers, match, self._arrivals, name="hf-feed")
@@ -269,7 +273,7 @@ class Turn:
             raise
         if feed is not None:
             await feed.wait()  # the model has used every layer: this is over, or about to be
-        return output, dict(by_tier)
+        return output, dict(layers.by_tier) if layers is not None else {}
 
     def _call(
         self, cache: TierCache, ids: list[int], arguments: Mapping[str, Any], relay: _Relay
@@ -317,7 +321,7 @@ class Turn:
             counters.why_not_stored = "shorter than a block"
 
 
-async def _feed(layers: Any, match: Match, arrivals: Mapping[int, Future[None]]) -> None:
+async def _feed(layers: LayerLoad, match: Match, arrivals: Mapping[int, Future[None]]) -> None:
     """Resolve each layer's future as it lands; whatever happens, none is left waiting."""
     failure: Exception = LoadIncomplete(0, "the load ended early")
     try:

@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 __all__ = ["CapturedView", "RestoreView"]
 
 
-def _sample(cache: TierCache, layer: int, tensor: str) -> tuple[str, int, int]:
-    spec = _layer(cache, layer).spec
-    named = {"k": spec.k, "v": spec.v}
-    if tensor not in named:
-        raise LayoutError(f"layer {layer} has tensors 'k' and 'v', not {tensor!r}")
-    heads, dim = named[tensor].shape
-    return named[tensor].dtype, heads, dim
-
-
 def _layer(cache: TierCache, index: int) -> TierLayer:
     if not 0 <= index < len(cache.tiers):
         raise LayoutError(f"the cache has {len(cache.tiers)} layers, there is no layer {index}")
     return cache.tiers[index]
+
+
+def _piece(
+    held: TierLayer, tensor: str, start: int, stop: int
+) -> tuple[tuple[int, torch.Tensor], ...]:
+    if (start, stop) == (0, 1) and held.buffer.base > 0 and tensor in ("k", "v"):
+        # Token 0 of a sliding layer may have left the window. Its shape can be asked for (a view
+        # is checked against the layout that way), its bytes cannot: there are none.
+        spec = held.spec.k if tensor == "k" else held.spec.v
+        heads, dim = spec.shape
+        dtype = getattr(torch, spec.dtype)
+        return ((0, torch.empty((heads, 1, dim), dtype=dtype, device="meta")),)
+    return ((start, held.buffer.piece(tensor, start, stop)),)
 
 
 class RestoreView(View):
@@ -46,17 +50,13 @@ class RestoreView(View):
         self.tokens = tokens
         self._cache = cache
 
-    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
-        """Dtype, heads and head size; token 0 of a sliding layer need not be in memory."""
-        return _sample(self._cache, layer, tensor)
-
     def pieces(
         self, layer: int, tensor: str, start: int, stop: int
     ) -> tuple[tuple[int, torch.Tensor], ...]:
         """Memory of tokens ``[start, stop)``; see :meth:`View.pieces`."""
         if stop > self.tokens:
             raise LayoutError(f"tokens {start}..{stop}: this restore ends at {self.tokens}")
-        return ((start, _layer(self._cache, layer).buffer.piece(tensor, start, stop)),)
+        return _piece(_layer(self._cache, layer), tensor, start, stop)
 
     def writing(self) -> AbstractContextManager[None]:
         """Inference mode: the buffers may be inference tensors, which only it can write."""
@@ -72,10 +72,6 @@ class CapturedView(View):
         self.tokens = cache.captured
         self._cache = cache
 
-    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
-        """Dtype, heads and head size; token 0 of a sliding layer need not be in memory."""
-        return _sample(self._cache, layer, tensor)
-
     def pieces(
         self, layer: int, tensor: str, start: int, stop: int
     ) -> tuple[tuple[int, torch.Tensor], ...]:
@@ -84,4 +80,4 @@ class CapturedView(View):
         if stop > self.tokens:
             raise LayoutError(f"tokens {start}..{stop}: only {self.tokens} tokens were captured")
         held.resolve()
-        return ((start, held.buffer.piece(tensor, start, stop)),)
+        return _piece(held, tensor, start, stop)

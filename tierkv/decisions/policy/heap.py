@@ -29,7 +29,7 @@ class RowHeap:
     touching, holding and releasing cost O(1), and each such change is paid for at most once, in
     O(log n), by a later :meth:`victim`.
 
-    Columns are dense arrays; while a partition has few rows among many, they are dicts.
+    A policy inherits from it and adds what a rank is. Columns are dense arrays; while a partition has few rows among many, they are dicts.
     """
 
     __slots__ = ("_heap", "_queued", "_rank", "_tracked")
@@ -44,7 +44,7 @@ class RowHeap:
     def __len__(self) -> int:
         return self._tracked
 
-    def insert(self, row: int, rank: int) -> None:
+    def track(self, row: int, rank: int) -> None:
         """Start tracking ``row``, held.
 
         Raises:
@@ -78,7 +78,7 @@ class RowHeap:
                 waiting[r] = queued[r]
             self._rank, self._queued = dense, waiting
 
-    def rank(self, row: int) -> int:
+    def rank_of(self, row: int) -> int:
         """Rank of a tracked row."""
         return self._rank[row] >> 1
 
@@ -91,7 +91,7 @@ class RowHeap:
             self._push(row, rank)
 
     def release(self, row: int) -> None:
-        """Make a tracked row evictable."""
+        """Make a tracked row evictable. Idempotent."""
         value = self._rank[row]
         if value & 1:
             return
@@ -102,7 +102,7 @@ class RowHeap:
             self._push(row, rank)
 
     def hold(self, row: int) -> None:
-        """Make a tracked row not evictable."""
+        """Make a tracked row not evictable. Idempotent."""
         self._rank[row] &= ~1
 
     def remove(self, row: int) -> None:
@@ -118,8 +118,12 @@ class RowHeap:
             self._queued[row] = _UNTRACKED
         self._tracked -= 1
 
+    def expedite(self, row: int) -> None:
+        """Make a tracked row the next victim once evictable."""
+        self.raise_rank(row, 0)
+
     def victim(self) -> int | None:
-        """Return the evictable row of the smallest rank, or None."""
+        """Return the evictable row of the smallest rank, or None; changes no answer."""
         heap, ranks, queued = self._heap, self._rank, self._queued
         sparse = isinstance(ranks, dict)
         while heap:

@@ -15,7 +15,7 @@ _LN2: Final = 0.6931471805599453
 _DEFAULT_HALF_LIFE: Final = 1024.0  # until the first resize
 
 
-class Lrfu(Policy):
+class Lrfu(RowHeap, Policy):
     """Evicts the row with the smallest sum of past accesses, each halved every ``H`` accesses.
 
     LRFU's value CRF(t) = sum 2^(-(t - t_i) / H) decays for all rows alike, so their order
@@ -28,7 +28,7 @@ class Lrfu(Policy):
     name: ClassVar[str] = "lrfu"
 
     def __init__(self) -> None:
-        self._rows = RowHeap()
+        super().__init__()
         self._half_life = _DEFAULT_HALF_LIFE
 
     @property
@@ -42,37 +42,17 @@ class Lrfu(Policy):
 
     def insert(self, row: int, nbytes: int, clock: int) -> None:
         """Start tracking a row that became resident (held)."""
-        self._rows.insert(row, (clock + 1) * _FRACTION)
+        self.track(row, (clock + 1) * _FRACTION)
 
     def touch(self, row: int, clock: int) -> None:
         """Note an access of a tracked row."""
-        last = self._rows.rank(row)
+        last = self.rank_of(row)
         now = (clock + 1) * _FRACTION
         unit = self._half_life * _FRACTION
         newest, gap = (last, last - now) if last > now else (now, now - last)
         gain = unit * log1p(2.0 ** (-gap / unit)) / _LN2 if last else 0.0
-        self._rows.raise_rank(row, newest + int(gain))
-
-    def release(self, row: int) -> None:
-        """Make a tracked row evictable. Idempotent."""
-        self._rows.release(row)
-
-    def hold(self, row: int) -> None:
-        """Make a tracked row not evictable. Idempotent."""
-        self._rows.hold(row)
-
-    def remove(self, row: int) -> None:
-        """Stop tracking a row."""
-        self._rows.remove(row)
-
-    def expedite(self, row: int) -> None:
-        """Make a tracked row the next victim once evictable."""
-        self._rows.raise_rank(row, 0)
-
-    def victim(self) -> int | None:
-        """Return the evictable row to evict next, or None; changes nothing."""
-        return self._rows.victim()
+        self.raise_rank(row, newest + int(gain))
 
     def rank(self, row: int) -> float:
         """Effective access time in accesses; 0 for an expedited row."""
-        return self._rows.rank(row) / _FRACTION
+        return self.rank_of(row) / _FRACTION

@@ -17,7 +17,7 @@ from tierkv_adapters.hf.compat import cache_keyword, input_device, text_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Memory", "Recorder", "Run", "plain_run"]
+__all__ = ["Memory", "Recorder", "Run", "common_prefix", "plain_run"]
 
 
 class Run(NamedTuple):
@@ -65,6 +65,7 @@ class Memory:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._ids: list[int] = []
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -72,8 +73,18 @@ class Memory:
         """Tokens that are held."""
         return self._layers[0][0].shape[-2] if self._layers else 0
 
-    def absorb(self, cache: Recorder, start: int = 0) -> None:
-        """Let what ``cache`` has recorded take the place of everything from token ``start`` on."""
+    def shared(self, ids: Sequence[int]) -> int:
+        """Leading tokens of a prompt whose KV is held."""
+        return min(self.tokens, common_prefix(ids, self._ids))
+
+    def absorb(self, output: Sequence[int], cache: Recorder, start: int = 0) -> None:
+        """Let what ``cache`` has recorded take the place of everything from token ``start`` on.
+
+        Args:
+            output: Prompt and reply of the run that it has recorded.
+            cache: The cache of that run.
+            start: Tokens that it was resumed after.
+        """
         layers = []
         for index, parts in enumerate(cache.seen):
             kept = [pair for pair in self._upto(index, start) if start]
@@ -81,6 +92,7 @@ class Memory:
             values = [v for _, v in (*kept, *parts)]
             layers.append((torch.cat(keys, dim=-2), torch.cat(values, dim=-2)))
         self._layers = layers
+        self._ids = list(output)
 
     def resume(self, tokens: int) -> Recorder:
         """Return a cache that holds the first ``tokens`` tokens, and records from there on.
@@ -104,6 +116,12 @@ class Memory:
             return []
         keys, values = self._layers[index]
         return [(keys[:, :, :tokens], values[:, :, :tokens])]
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    shared = min(len(one), len(other))
+    return next((i for i in range(shared) if one[i] != other[i]), shared)
 
 
 class _FirstToken:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tierkv.config import Tier
 from tierkv_adapters.hf.compare import compare_tokens
 from tierkv_adapters.hf.demo.figures import Turn
-from tierkv_adapters.hf.demo.reference import Memory, Recorder, plain_run
+from tierkv_adapters.hf.demo.reference import Memory, Recorder, common_prefix, plain_run
 from tierkv_adapters.hf.probe import layout_of, probe_layers
 from tierkv_adapters.hf.prompts import encode_prompt
 
@@ -66,12 +66,7 @@ class _Conversation:
 
     def new_tokens(self, ids: Sequence[int]) -> int:
         """Tokens of a prompt that are not the beginning of an earlier request and its reply."""
-        return len(ids) - max((_common(ids, other) for other in self.asked), default=0)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    shared = min(len(one), len(other))
-    return next((i for i in range(shared) if one[i] != other[i]), shared)
+        return len(ids) - max((common_prefix(ids, other) for other in self.asked), default=0)
 
 
 class Scenario:
@@ -122,7 +117,7 @@ class Scenario:
         known = self._conversations.setdefault(ask.conversation, _Conversation(Memory(self._model)))
         new_tokens = known.new_tokens(ids)
         cold = self._cold(known.memory, ids, reused)
-        warm = self._resumed(known.memory, ids, reused, cold)
+        warm = self._resumed(known.memory, ids, reused) if reused else cold
         known.asked.append(result.output_ids)
         judged = compare_tokens(self._model, cold.output, result.output_ids, self._say)
         return Turn(
@@ -147,22 +142,22 @@ class Scenario:
     def expected(self, ask: Ask, ids: Sequence[int], reused: int) -> list[int]:
         """Prompt and reply of the in-memory cache, resumed after ``reused`` tokens."""
         memory = self._conversations[ask.conversation].memory
-        cache = memory.resume(reused) if reused else None
-        return plain_run(self._model, ids, self._new_tokens, cache).output
+        return self._resumed(memory, ids, reused).output
 
     def _cold(self, memory: Memory, ids: Sequence[int], reused: int) -> Run:
-        if reused and memory.tokens >= reused:
+        if reused and memory.tokens:
             return plain_run(self._model, ids, self._new_tokens)
-        # nothing was reused, or a run before this one left it: this pass is what memory then holds
-        cache = Recorder(self._model)
-        run = plain_run(self._model, ids, self._new_tokens, cache)
-        memory.absorb(cache)
-        return run
+        return self._extend(memory, ids, 0)  # this pass is what the memory then holds
 
-    def _resumed(self, memory: Memory, ids: Sequence[int], reused: int, cold: Run) -> Run:
-        if not reused:
-            return cold
-        cache = memory.resume(reused)
+    def _resumed(self, memory: Memory, ids: Sequence[int], reused: int) -> Run:
+        if reused > (held := memory.shared(ids)):
+            # a run before this one left more than this one has computed: do as that one did
+            self._extend(memory, ids, held // _BLOCK_TOKENS * _BLOCK_TOKENS)
+        return self._extend(memory, ids, reused)
+
+    def _extend(self, memory: Memory, ids: Sequence[int], start: int) -> Run:
+        """Answer a prompt from the first ``start`` tokens in memory, and keep what that makes."""
+        cache = memory.resume(start) if start else Recorder(self._model)
         run = plain_run(self._model, ids, self._new_tokens, cache)
-        memory.absorb(cache, reused)
+        memory.absorb(run.output, cache, start)
         return run

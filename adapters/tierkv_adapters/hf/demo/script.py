@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["CHAT_TOKENS", "DOCUMENT_TOKENS", "Ask", "Script", "write_script"]
 
@@ -106,13 +106,18 @@ def _say(text: str, plain: bool, later: bool) -> str:
 
 def _grow(tokenizer: Any, sentences: Iterator[str], tokens: int) -> str:
     """Join sentences until they make at least ``tokens`` tokens."""
-    count: Callable[[str], int] = lambda text: len(tokenizer(text)["input_ids"])  # noqa: E731
-    text = next(sentences)
-    while (have := count(text)) < tokens:
-        # a few at once: counting is linear in the text
-        for _ in range(1 + (tokens - have) // 40):
-            text += next(sentences)
+    text, estimate = "", 0
+    while estimate < tokens:
+        sentence = next(sentences)
+        text += sentence
+        estimate += _count(tokenizer, sentence)
+        if estimate >= tokens:  # counted apart they may be more tokens than together
+            estimate = _count(tokenizer, text)
     return text
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _fact(draw: random.Random) -> str:

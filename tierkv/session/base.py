@@ -1,0 +1,130 @@
+"""Handles on sessions: names, lifetime and turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from tierkv.errors import ClosedError, ConfigError
+from tierkv.units import parse_duration
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tierkv.layout import Space
+    from tierkv.mover.load import Progress
+    from tierkv.session.table import Runtime, SessionState, SessionTable
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """What is common to every use of a session: its name, its life, its turns.
+
+    Attributes:
+        runtime: What it needs of its engine.
+        state: The session, shared by all handles on it.
+        lossy: Whether lossy copies are welcome.
+        quota: Whether the session has a byte quota.
+        lineage: The loads since the match that this handle opened last.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        table: SessionTable,
+        state: SessionState,
+        *,
+        ttl: float | str | None = None,
+        fidelity: str = "exact",
+        quota: bool = False,
+    ) -> None:
+        if fidelity not in ("exact", "lossy"):
+            raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
+        self.runtime = runtime
+        self.state = state
+        self.lossy = fidelity == "lossy"
+        self.quota = quota
+        self.lineage: list[Progress] = []
+        self._table = table
+        self._ttl = None if ttl is None else parse_duration(ttl)
+        self._open = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.id!r} of tenant {self.tenant!r}: {self.state.chain!r}>"
+        )
+
+    @property
+    def id(self) -> str:
+        """Name of the session."""
+        return self.state.id
+
+    @property
+    def tenant(self) -> str:
+        """Its tenant."""
+        return self.state.tenant
+
+    @property
+    def space(self) -> Space:
+        """Its space."""
+        return self.state.space
+
+    @property
+    def ttl(self) -> float | None:
+        """Seconds its parts live after their last use, or None."""
+        return self.state.ttl
+
+    @property
+    def derived(self) -> str:
+        """How KV computed behind this handle's loads differs from exact KV; empty if not."""
+        return next((load.derived for load in self.lineage if load.derived), "")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its history: the token ids of the last match or store."""
+        return self.state.chain.tokens.tolist()
+
+    async def __aenter__(self) -> Self:
+        if self._open:
+            raise ClosedError(f"this handle on session {self.id!r} is open already")
+        if self.runtime.core.closed:
+            raise ClosedError("the engine is closed")
+        self.state.handles += 1
+        self._open = True
+        if self._ttl is not None:
+            self.state.ttl = self._ttl
+        self.state.used = self.runtime.core.clock()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open = False
+        self.state.handles -= 1
+        self.state.used = self.runtime.core.clock()
+
+    def check_open(self) -> None:
+        """Refuse to work on a handle that is not open.
+
+        Raises:
+            ClosedError: if it is not, or if the engine is closed.
+        """
+        if not self._open:
+            raise ClosedError(f"session {self.id!r} is not open: use it inside its 'async with'")
+        if self.runtime.core.closed:
+            raise ClosedError("the engine is closed")
+
+    async def begin_turn(self) -> None:
+        """Wait for the session's turn; nests. Pair with :meth:`end_turn`.
+
+        Raises:
+            SessionBusyError: if a turn runs and the engine is set to refuse a second one.
+        """
+        await self.state.begin_turn(self, self.runtime.busy)
+
+    def end_turn(self) -> None:
+        """End a turn begun with :meth:`begin_turn`."""
+        self.state.end_turn(self)
