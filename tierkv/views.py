@@ -239,13 +239,6 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _sample(view: View, layer: int, tensor: str) -> tuple[str, int, int]:
-    if isinstance(view, _TensorView):
-        return view.sample(layer, tensor)
-    piece = view.pieces(layer, tensor, 0, 1)[0][1]  # a foreign view: ask for token 0
-    return _dtype_name(piece), piece.shape[0], piece.shape[2]
-
-
 def check(view: View, layout: Layout) -> None:
     """Check that ``view`` has every tensor of ``layout`` in the right dtype and shape.
 
@@ -256,7 +249,7 @@ def check(view: View, layout: Layout) -> None:
         for layer in group.layers:
             for spec in layer.tensors:
                 if group.per_token:
-                    found: tuple[Any, ...] = _sample(view, layer.index, spec.name)
+                    found: tuple[Any, ...] = view.sample(layer.index, spec.name)
                 else:
                     state = view.state(layer.index, spec.name)
                     found = (_dtype_name(state), *state.shape)

@@ -99,16 +99,19 @@ async def test_turns_are_serialised_or_refused() -> None:
 async def test_a_cancelled_waiter_does_not_keep_the_turn() -> None:
     space = kit.space()
     ids = kit.tokens(1)
-    async with tierkv.open(tiers=HOST, space=space) as engine:
-        async with engine.session("s") as one, engine.session("s") as two:
-            async with one.match(ids):
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.01):
-                        async with two.match(ids):
-                            pass
-            async with asyncio.timeout(5):
-                async with two.match(ids):
-                    pass
+    async with (
+        tierkv.open(tiers=HOST, space=space) as engine,
+        engine.session("s") as one,
+        engine.session("s") as two,
+    ):
+        async with one.match(ids):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    async with two.match(ids):
+                        pass
+        async with asyncio.timeout(5):
+            async with two.match(ids):
+                pass
 
 
 async def test_clear_and_destroy() -> None:

@@ -39,6 +39,17 @@ class View(ABC):
             LayoutError: if the range is not backed by memory.
         """
 
+    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
+        """Dtype (torch's name), heads and dim of a tensor, without reading it.
+
+        A view that does not back token 0 with memory overrides this.
+
+        Raises:
+            LayoutError: if the view has no such tensor.
+        """
+        piece = self.pieces(layer, tensor, 0, 1)[0][1]
+        return str(piece.dtype).removeprefix("torch."), piece.shape[0], piece.shape[2]
+
     def state(self, layer: int, tensor: str) -> torch.Tensor:
         """The whole tensor of a recurrent layer.
 

@@ -24,17 +24,13 @@ def _layer(cache: TierCache, index: int) -> TierLayer:
     return cache.tiers[index]
 
 
-def _piece(
-    held: TierLayer, tensor: str, start: int, stop: int
-) -> tuple[tuple[int, torch.Tensor], ...]:
-    if (start, stop) == (0, 1) and held.buffer.base > 0 and tensor in ("k", "v"):
-        # Token 0 of a sliding layer may have left the window. Its shape can be asked for (a view
-        # is checked against the layout that way), its bytes cannot: there are none.
-        spec = held.spec.k if tensor == "k" else held.spec.v
-        heads, dim = spec.shape
-        dtype = getattr(torch, spec.dtype)
-        return ((0, torch.empty((heads, 1, dim), dtype=dtype, device="meta")),)
-    return ((start, held.buffer.piece(tensor, start, stop)),)
+def _sample(held: TierLayer, tensor: str) -> tuple[str, int, int]:
+    # from the layout: token 0 of a sliding layer may have left the window
+    if tensor not in ("k", "v"):
+        raise LayoutError(f"a layer holds 'k' and 'v', not {tensor!r}")
+    spec = held.spec.k if tensor == "k" else held.spec.v
+    heads, dim = spec.shape
+    return spec.dtype, heads, dim
 
 
 class RestoreView(View):
@@ -56,7 +52,11 @@ class RestoreView(View):
         """Memory of tokens ``[start, stop)``; see :meth:`View.pieces`."""
         if stop > self.tokens:
             raise LayoutError(f"tokens {start}..{stop}: this restore ends at {self.tokens}")
-        return _piece(_layer(self._cache, layer), tensor, start, stop)
+        return ((start, _layer(self._cache, layer).buffer.piece(tensor, start, stop)),)
+
+    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
+        """Dtype, heads and dim of a tensor."""
+        return _sample(_layer(self._cache, layer), tensor)
 
     def writing(self) -> AbstractContextManager[None]:
         """Inference mode: the buffers may be inference tensors, which only it can write."""
@@ -80,4 +80,8 @@ class CapturedView(View):
         if stop > self.tokens:
             raise LayoutError(f"tokens {start}..{stop}: only {self.tokens} tokens were captured")
         held.resolve()
-        return _piece(held, tensor, start, stop)
+        return ((start, held.buffer.piece(tensor, start, stop)),)
+
+    def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
+        """Dtype, heads and dim of a tensor."""
+        return _sample(_layer(self._cache, layer), tensor)
