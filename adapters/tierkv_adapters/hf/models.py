@@ -27,7 +27,7 @@ from tierkv_adapters.hf.gguf import GGUFFile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MODELS", "cache_root", "ensure_model"]
+__all__ = ["MODELS", "Wheel", "cache_root", "ensure_model"]
 
 _FORMAT = 1  # raised when the conversion changes, so that old directories are not reused
 _MANIFEST = "tierkv.json"
