@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tierkv.errors import AttachError
-from tierkv_adapters.hf import fingerprint
+from tierkv_adapters.hf import weights
 from tierkv_adapters.hf.fingerprint import ModelIdentity
 from tierkv_adapters.hf.probe import check_supported, layout_of, probe_layers
 
@@ -89,13 +89,13 @@ def test_digest_is_kept_until_something_changes(kit: Any, monkeypatch: pytest.Mo
     identity = ModelIdentity(model)
     first = identity()
     reads: list[int] = []
-    plain = fingerprint._tensor_digest
+    plain = weights.tensor_digest
 
     def counted(tensor: torch.Tensor) -> bytes:
         reads.append(1)
         return plain(tensor)
 
-    monkeypatch.setattr(fingerprint, "_tensor_digest", counted)
+    monkeypatch.setattr(weights, "tensor_digest", counted)
     assert identity() == first
     assert reads == []
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -103,7 +103,7 @@ def test_digest_is_kept_until_something_changes(kit: Any, monkeypatch: pytest.Mo
         weight[0, 0] += 1
     changed = identity()
     assert changed.weights != first.weights
-    assert len(reads) == len(model.state_dict())
+    assert len(reads) == len(model.state_dict()) + len(list(model.buffers()))
     with torch.no_grad():
         weight[0, 0] -= 1
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight.detach().clone())
@@ -130,7 +130,7 @@ def test_models_loaded_in_inference_mode(kit: Any) -> None:
 )
 def test_tensors_of_any_dtype_and_strides_are_digested(dtype: torch.dtype) -> None:
     tensor = (torch.arange(24).reshape(4, 6) % 2).to(torch.float32).to(dtype)
-    digest = fingerprint._tensor_digest
+    digest = weights.tensor_digest
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
     changed = tensor.clone()
     changed.view(torch.uint8)[0, 0] ^= 1
@@ -191,22 +191,106 @@ def test_f006_reloaded_or_rescaled_adapter_differs(kit: Any) -> None:
     assert identity() not in (first, second, third)
 
 
+@torch.no_grad()
+def merge(layers: list[Any], sign: int = 1) -> None:
+    """As PEFT does: through ``.data``, which leaves no trace on the parameter."""
+    for layer in layers:
+        delta = layer.lora_B["a"].weight @ layer.lora_A["a"].weight * layer.scaling["a"]
+        layer.base_layer.weight.data += sign * delta
+        layer.merged = sign > 0
+
+
 def test_a_merged_adapter_is_part_of_the_weights(kit: Any) -> None:
     model = kit.make("llama")
     layers = with_lora(model)
     for number, layer in enumerate(layers):
         layer.add("a", seed=number)
-        layer.active_adapters = ["a"]
     identity = ModelIdentity(model)
+    base = identity()
+    for layer in layers:
+        layer.active_adapters = ["a"]
     active = identity()
-    with torch.no_grad():
-        for layer in layers:
-            delta = layer.lora_B["a"].weight @ layer.lora_A["a"].weight
-            layer.base_layer.weight.add_(delta)
-            layer.merged = True
+    merge(layers)
     merged = identity()
     assert merged.adapters == ()
-    assert merged.weights != active.weights
+    assert merged.weights not in (active.weights, base.weights)
+    merge(layers, -1)  # out, changed, and in again between two calls
+    for layer in layers:
+        layer.scaling["a"] = 3.0
+    merge(layers)
+    again = identity()
+    assert again.weights not in (merged.weights, base.weights)
+    assert again == ModelIdentity(model)()
+    layers[0].disable_adapters = True  # PEFT's next forward pass would unmerge it
+    with pytest.raises(AttachError, match="unmerge"):
+        identity()
+
+
+def test_adapters_without_a_scale_are_part_of_the_identity(kit: Any) -> None:
+    model = kit.make("llama")
+    layers = with_lora(model)
+    for number, layer in enumerate(layers):
+        layer.add("a", seed=number)
+        layer.active_adapters = ["a"]
+        layer.scaling.clear()  # as IA3, OFT, LN tuning, modules to save: they have none
+        layer.other_param_names = ("r", "strength")
+        layer.strength = {"a": 1}
+    identity = ModelIdentity(model)
+    first = identity()
+    assert [adapter.name for adapter in first.adapters] == ["a"]
+    with torch.no_grad():
+        layers[0].lora_B["a"].weight.add_(1)
+    second = identity()
+    layers[0].strength["a"] = 2  # a setting under any name
+    third = identity()
+    model.peft_config = {"a": type("Config", (), {"to_dict": lambda _: {"seed": 1}})()}
+    assert len({first, second, third, identity()}) == 4
+
+
+def test_frequencies_and_packed_weights_are_read(kit: Any) -> None:
+    model = kit.make("llama")
+    identity = ModelIdentity(model)
+    first = identity()
+    model.model.rotary_emb.inv_freq.mul_(1.5)  # a buffer that is saved nowhere
+    second = identity()
+    assert second.weights != first.weights
+
+    class Packed(torch.nn.Module):
+        """As dynamically quantised layers: their weights are no tensors of the state."""
+
+        def __init__(self, value: object) -> None:
+            super().__init__()
+            self.value = value
+
+        def get_extra_state(self) -> object:
+            return self.value
+
+        def set_extra_state(self, state: object) -> None:
+            self.value = state
+
+    seen = {second}
+    ramp = torch.arange(4.0)
+    for scale in (0.5, 0.25):
+        packed = torch.quantize_per_tensor(ramp, scale, 0, torch.qint8)
+        model.model.extra = Packed((packed, {"bias": ramp}, torch.float32))
+        seen.add(identity())
+    model.model.extra = Packed(({"bias": ramp + 1}, 3))
+    seen.add(identity())
+    assert len(seen) == 4
+    model.model.extra = Packed(object())
+    with pytest.raises(AttachError, match="told apart"):
+        identity()
+    model.model.extra = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(AttachError, match="not in memory"):
+        identity()
+
+
+def test_the_code_of_a_model_is_part_of_its_identity(kit: Any) -> None:
+    model = kit.make("llama")
+    identity = ModelIdentity(model)()
+    remote = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.x.rev2"})
+    model.__class__ = remote
+    assert ModelIdentity(model)() != identity
 
 
 def test_a_wrapped_model_is_unwrapped(kit: Any) -> None:
@@ -244,6 +328,14 @@ def test_unsupported_models_are_refused_with_a_reason(kit: Any) -> None:
         check_supported(mamba)
     with pytest.raises(AttachError, match="not a Transformers model"):
         check_supported(torch.nn.Linear(2, 2))
+    half = kit.make("llama")
+    half.model.layers[1].mlp.train()
+    with pytest.raises(AttachError, match="training mode"):
+        check_supported(half)
+    prompts = kit.make("llama")
+    prompts.peft_config = {"p": type("Config", (), {"is_prompt_learning": True})()}
+    with pytest.raises(AttachError, match="virtual tokens"):
+        check_supported(prompts)
     rope = kit.make("llama")
     for name in ("rope_parameters", "rope_scaling"):
         if getattr(rope.config, name, None) is not None or name == "rope_scaling":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import torch
+import transformers
 
 import tierkv
 from tierkv.errors import AttachError
@@ -214,6 +215,24 @@ async def test_refused_arguments(kit: Any, llama: Any, arguments: Any, word: str
         with pytest.raises(AttachError, match=word):
             kv.stream([1, 2, 3], session="a", **arguments)
         assert kv.status().requests_seen == 0
+
+
+async def test_no_default_takes_the_cache_away(kit: Any) -> None:
+    model = kit.make("llama")
+    prompt = kit.ids(40)
+    wanted = kit.plain(model, prompt)
+    given = transformers.GenerationConfig(use_cache=False, **GREEDY)
+    async with kit.opened() as engine:
+        kv = hf.attach(model, engine)
+        await kv.generate(prompt, session="a", **GREEDY)
+        reply = await kv.generate(prompt, session="b", generation_config=given)
+        assert (reply.output_ids, reply.reused_tokens) == (wanted, 32)
+        assert given.use_cache is False
+        model.generation_config.use_cache = False
+        model.generation_config.cache_implementation = "static"
+        for arguments in (GREEDY, {"generation_config": given}):
+            reply = await kv.generate(prompt, session="c", **arguments)
+            assert (reply.output_ids, reply.reused_tokens) == (wanted, 32)
 
 
 async def test_refused_through_a_generation_config(kit: Any, llama: Any) -> None:

@@ -608,7 +608,7 @@ class Naive:
                     if skip is not None or self.missing(wish) <= 0:
                         continue
                     if guarded is None:
-                        guarded = self.guard(items)
+                        guarded = self.guard(items, tier)
                     in_use = [p for p in self.everyone() if p.uses]
                     pinned = sum(p.copies[tier].nbytes for p in in_use if tier in p.copies)
                     pinned += sum(d.nbytes for p in in_use for d in p.waiting if d.tier == tier)
@@ -699,13 +699,14 @@ class Naive:
             return Outcome(0)
         return Outcome(0, SkipReason.IN_FLIGHT) if part.pending else None
 
-    def guard(self, items: Sequence[StoreItem]) -> list[Part]:
-        guarded = []
-        for item in items:
-            for name in {item.part, item.parent or item.part}:
-                if name in self.parts:
-                    self.parts[name].uses += 1
-                    guarded.append(self.parts[name])
+    def guard(self, items: Sequence[StoreItem], tier: int) -> list[Part]:
+        last = len(self.tiers) - 1
+        all_of_it = any(self.leaf(p, last) and self.blocked(p, last) for p in self.everyone())
+        names = {i.part for i in items} | {i.parent for i in items if i.parent is not None}
+        guarded = [self.parts[n] for n in names if n in self.parts]
+        guarded = [p for p in guarded if tier in p.copies or all_of_it]
+        for part in guarded:
+            part.uses += 1
         return guarded
 
     def accept(

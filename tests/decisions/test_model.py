@@ -363,13 +363,9 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_equals_the_naive_model() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Machine, settings=settings(stateful_step_count=40)
-    )
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=40))
 
 
 @pytest.mark.stress
 def test_equals_the_naive_model_for_long() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Machine, settings=settings(stateful_step_count=150)
-    )
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=150))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -99,7 +100,12 @@ def test_it_cannot_resume_what_it_does_not_hold(model: Any) -> None:
 
 
 def test_the_first_token_ends_the_clock(model: Any) -> None:
-    short, long = (min(plain_run(model, IDS, n).ttft_s for _ in range(3)) for n in (1, 60))
+    shares = []
+    for _ in range(5):  # the machine may be busy at the wrong moment
+        start = time.perf_counter(), time.process_time()
+        run = plain_run(model, IDS, 60)
+        wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+        assert 0 < run.ttft_s < wall
+        shares.append(max(run.ttft_s / wall, run.cpu_s / cpu))
 
-    assert short > 0
-    assert long < 10 * short
+    assert min(shares) < 0.5, "one token of sixty took most of the time"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -56,15 +56,15 @@ OTHERS: dict[str, Space] = {
 }
 
 
-async def _hit(engine: Engine, space: Space, ids: list[int], kv: kit.Memory, **who: str) -> None:
-    async with engine.session("x", space=space, **who) as session:  # type: ignore[arg-type]
+async def _hit(engine: Engine, space: Space, ids: list[int], kv: kit.Memory, **who: Any) -> None:
+    async with engine.session("x", space=space, **who) as session:
         tokens, back = await load(session, ids)
         assert tokens == len(ids)
         assert back.same(kv, tokens)
 
 
-async def _miss(engine: Engine, space: Space, ids: list[int], **who: object) -> None:
-    async with engine.session("x", space=space, **who) as session:  # type: ignore[arg-type]
+async def _miss(engine: Engine, space: Space, ids: list[int], **who: Any) -> None:
+    async with engine.session("x", space=space, **who) as session:
         async with session.match(ids) as match:
             assert match.tokens == 0
             assert match.reason is MissReason.NEVER_STORED
@@ -114,22 +114,27 @@ async def test_after_a_restart_another_identity_is_a_miss(name: str, tmp_path: P
 @pytest.mark.parametrize("kinds", COMBINATIONS)
 async def test_f009_f010_tenants_and_salts_never_share(kinds: str, tmp_path: Path) -> None:
     ids = kit.tokens(BLOCKS)
-    owners = [{"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "salt": b"s"}, {}]
+    owners: list[dict[str, Any]] = [
+        {"tenant": "a"},
+        {"tenant": "b"},
+        {"tenant": "a", "salt": b"s"},
+        {},
+    ]
     kvs = [kit.Memory(BASE.layout, len(ids), seed=i + 1) for i in range(len(owners))]
     async with running(kinds, tmp_path, space=BASE) as rig:
         for owner, kv in zip(owners, kvs, strict=True):
             await _miss(rig.engine, BASE, ids, **owner)
-            assert await (await rig.engine.prefetch(tokens=ids, **owner)).wait() == 0  # type: ignore[arg-type]
-            async with rig.engine.session("x", **owner) as session:  # type: ignore[arg-type]
+            assert await (await rig.engine.prefetch(tokens=ids, **owner)).wait() == 0
+            async with rig.engine.session("x", **owner) as session:
                 assert (await session.store(ids, kv.view)).stored == BLOCKS
         for owner, kv in zip(owners, kvs, strict=True):
-            await _hit(rig.engine, BASE, ids, kv, **owner)  # type: ignore[arg-type]
+            await _hit(rig.engine, BASE, ids, kv, **owner)
         await rig.engine.flush()
     if kinds == "host":
         return
     async with running(kinds, tmp_path, space=BASE) as rig:
         for owner, kv in zip(owners, kvs, strict=True):
-            await _hit(rig.engine, BASE, ids, kv, **owner)  # type: ignore[arg-type]
+            await _hit(rig.engine, BASE, ids, kv, **owner)
         await _miss(rig.engine, BASE, ids, tenant="c")
         await _miss(rig.engine, BASE, ids, tenant="b", salt=b"s")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
@@ -21,13 +20,9 @@ __all__ = ["Evictor", "Room"]
 
 TICK_PARTS: Final = 1024
 """Parts that one tick handles at most."""
+_DROP: Final = -1  # may go at once
+_KEEP: Final = -2  # a copy of it is under way, or children elsewhere need it
 _LOOK_PAST: Final = 32  # copies that may not be dropped, past which a colder-first search goes
-
-
-class _Fate(Enum):
-    DROP = auto()  # may go at once
-    DEMOTE = auto()  # must be copied to a slower tier first
-    KEEP = auto()  # a copy of it is under way, or children elsewhere need it
 
 
 @dataclass(slots=True)
@@ -98,13 +93,13 @@ class Evictor:
             policy, row = found
             if room.before is not None and self._at.index.touched[row] > room.before:
                 break
-            fate, target = self._fate(row, room, now)
-            if fate is _Fate.DROP:
+            fate = self._fate(row, room, now)
+            if fate == _DROP:
                 missing -= self._drop(row, room, now)
-            elif fate is _Fate.DEMOTE and room.propose:
-                missing -= self._propose(row, target, room)
+            elif fate != _KEEP and room.propose:
+                missing -= self._propose(row, fate, room)
             else:
-                room.dirty = room.dirty or fate is _Fate.DEMOTE
+                room.dirty = room.dirty or fate != _KEEP
                 policy.hold(row)
                 passed.append((policy, row))
                 if len(passed) >= _LOOK_PAST:
@@ -140,30 +135,24 @@ class Evictor:
                 best, lowest = (policy, row), rank
         return best
 
-    def _fate(self, row: int, room: Room, now: float) -> tuple[_Fate, int]:
+    def _fate(self, row: int, room: Room, now: float) -> int:
+        """``_DROP``, ``_KEEP``, or the tier to which the copy must be demoted first."""
         index, tier = self._at.index, room.tier
-        if index.flags[row] & ORPHAN or index.expiry[row] <= now or room.force:
-            return _Fate.DROP, tier
+        if room.force or index.flags[row] & ORPHAN or index.expiry[row] <= now:
+            return _DROP
         mask, lossless = index.resident[row], index.lossless[row]
-        slower = mask >> (tier + 1)
-        if slower and (not lossless >> tier & 1 or lossless >> (tier + 1)):
-            return _Fate.DROP, tier
-        nbytes = index.charge[tier][row]
+        if mask >> (tier + 1) and (not lossless >> tier & 1 or lossless >> (tier + 1)):
+            return _DROP
         for target in range(tier + 1, len(self._at.tiers)):
             if index.pending[row] >> target & 1:
-                return _Fate.KEEP, tier  # it is on its way
-            if not mask >> target & 1 and nbytes <= self._at.ledger.capacity[target]:
-                return _Fate.DEMOTE, target
-        if mask == 1 << tier and any(
-            index.resident[child] | index.pending[child] for child in index.kids(row)
-        ):
-            return _Fate.KEEP, tier
-        return _Fate.DROP, tier
+                return _KEEP  # it is on its way
+            fits = index.charge[tier][row] <= self._at.ledger.capacity[target]
+            if fits and not mask >> target & 1:
+                return target
+        return _KEEP if mask == 1 << tier and index.has_live_child(row) else _DROP
 
     def _drop(self, row: int, room: Room, now: float) -> int:
-        index = self._at.index
-        nbytes = index.charge[room.tier][row]
-        reason = room.reason
+        index, reason = self._at.index, room.reason
         if index.expiry[row] <= now:
             reason = EvictReason.EXPIRED
         elif index.flags[row] & ORPHAN:
@@ -173,7 +162,7 @@ class Evictor:
             raise AssertionError(f"row {row} was offered as a victim while it is leased")
         room.drops.append(drop)
         room.limit -= 1
-        return nbytes
+        return drop.nbytes
 
     def _propose(self, row: int, target: int, room: Room) -> int:
         at, index = self._at, self._at.index
@@ -256,9 +245,7 @@ class Evictor:
             mask = index.resident[row]
             if not mask >> tier & 1 or row in at.busy:
                 continue
-            if mask == 1 << tier and any(
-                index.resident[child] | index.pending[child] for child in index.kids(row)
-            ):
+            if mask == 1 << tier and index.has_live_child(row):
                 continue
             drop = at.drop(row, tier, reason, now)
             if drop is not None:
@@ -356,7 +343,7 @@ class Evictor:
 
     def watermarks(self, now: float, limit: int) -> tuple[list[Drop], list[Demote]]:
         """Bring tiers above their high mark down to the low one."""
-        at, ledger = self._at, self._at.ledger
+        ledger = self._at.ledger
         drops: list[Drop] = []
         demotes: list[Demote] = []
         for tier, limits in enumerate(ledger.tiers):

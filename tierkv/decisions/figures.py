@@ -55,7 +55,12 @@ class Figures:
         """Bytes of a session's parts over all tiers, each part counted once a tier."""
         index = self._at.index
         rows = {index.rows.get(part, NO_ROW) for part in parts} - {NO_ROW}
-        return sum(charge[row] for row in rows for charge in index.charge)
+        return sum(
+            charge[row]
+            for row in rows
+            for tier, charge in enumerate(index.charge)
+            if index.resident[row] >> tier & 1
+        )
 
     def parts(self, tier: int) -> Iterator[tuple[PartId, int, int]]:
         """Each resident copy of a tier: part, generation, bytes. Slow; for tests and people."""

@@ -41,15 +41,14 @@ class Departure(NamedTuple):
 class History:
     """Ring of the last ``limit`` departures; an older one is forgotten first."""
 
-    __slots__ = ("_limit", "_next", "_parts", "_reason", "_slots", "_tier", "_time")
+    __slots__ = ("_limit", "_next", "_parts", "_slots", "_time", "_why")
 
     def __init__(self, limit: int) -> None:
         self._limit = max(0, limit)
         self._next = 0
         self._parts: list[PartId] = []
         self._slots: dict[PartId, int] = {}
-        self._reason = bytearray()
-        self._tier = bytearray()
+        self._why = bytearray()  # reason << 3 | tier
         self._time = array("d")
 
     def __len__(self) -> int:
@@ -59,24 +58,24 @@ class History:
         """Remember why a part is not there."""
         if not self._limit:
             return
-        slot = self._next
-        self._next = (slot + 1) % self._limit
-        if slot == len(self._parts):
-            self._parts.append(part)
-            self._reason.append(0)
-            self._tier.append(0)
+        slot, parts, slots = self._next, self._parts, self._slots
+        self._next = slot + 1 if slot + 1 < self._limit else 0
+        if slot == len(parts):
+            parts.append(part)
+            self._why.append(0)
             self._time.append(0.0)
-        elif self._slots.get(self._parts[slot]) == slot:
-            del self._slots[self._parts[slot]]
-        self._parts[slot] = part
-        self._reason[slot] = _NUMBER[reason]
-        self._tier[slot] = tier
+        else:
+            older = parts[slot]
+            if slots.get(older) == slot:
+                del slots[older]
+            parts[slot] = part
+        self._why[slot] = _NUMBER[reason] << 3 | tier
         self._time[slot] = now
-        self._slots[part] = slot
+        slots[part] = slot
 
     def get(self, part: PartId) -> Departure | None:
         """Last departure of a part, if it is remembered."""
         slot = self._slots.get(part)
         if slot is None:
             return None
-        return Departure(_REASONS[self._reason[slot]], self._tier[slot], self._time[slot])
+        return Departure(_REASONS[self._why[slot] >> 3], self._why[slot] & 7, self._time[slot])

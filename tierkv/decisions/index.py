@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tierkv.decisions.columns import STEP, FloatColumn, IntColumn
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ ORPHAN: Final = 2
 PRIVATE: Final = 4
 """Flag: a session's partial tail."""
 
-_CHUNK_BITS: Final = 12
-_CHUNK: Final = 1 << _CHUNK_BITS
+_STEP_BITS: Final = STEP.bit_length() - 1
 
 
 class Index:
@@ -36,6 +36,8 @@ class Index:
 
     A row stands for one part: resident somewhere, being stored, leased, or merely the missing
     parent of a part that is there. Rows are recycled. Masks hold one bit a tier.
+
+    A column is a memory view; :meth:`add` may replace them all, so none is kept across it.
 
     Attributes:
         rows: Row of each part.
@@ -56,6 +58,8 @@ class Index:
     """
 
     __slots__ = (
+        "_columns",
+        "_expiry",
         "_names",
         "_spare",
         "after",
@@ -82,51 +86,49 @@ class Index:
         if not 1 <= tiers <= MAX_TIERS:
             raise ConfigError(f"an engine has 1 to {MAX_TIERS} tiers, not {tiers}")
         self.rows: dict[PartId, int] = {}
-        self.parent = array("i")
-        self.first = array("i")
-        self.after = array("i")
-        self.before = array("i")
-        self.children = tuple(array("I") for _ in range(tiers))
-        self.resident = bytearray()
-        self.pending = bytearray()
-        self.shown = bytearray()
-        self.lossless = bytearray()
-        self.free = bytearray()
-        self.flags = bytearray()
-        self.charge = tuple(array("Q") for _ in range(tiers))
-        self.generation = array("Q")
-        self.expiry = array("d")
-        self.tenant = array("I")
-        self.touched = array("Q")
+        self._columns: dict[str, tuple[IntColumn, ...]] = {
+            **{name: (IntColumn("i", 0xFF),) for name in ("parent", "first", "after", "before")},
+            **{
+                name: (IntColumn("B"),)
+                for name in ("resident", "pending", "shown", "lossless", "free", "flags")
+            },
+            "generation": (IntColumn("Q"),),
+            "tenant": (IntColumn("I"),),
+            "touched": (IntColumn("Q"),),
+            "children": tuple(IntColumn("I") for _ in range(tiers)),
+            "charge": tuple(IntColumn("Q") for _ in range(tiers)),
+        }
+        self._expiry = FloatColumn()
         self.size = 0
         # names sit in numpy object arrays, which the garbage collector does not follow
         self._names: list[np.ndarray[Any, Any]] = []
         self._spare = array("i")
+        self._grow()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def name(self, row: int) -> PartId:
         """Part of a live row."""
-        part: PartId = self._names[row >> _CHUNK_BITS][row & (_CHUNK - 1)]
+        part: PartId = self._names[row >> _STEP_BITS][row & (STEP - 1)]
         return part
 
     def _grow(self) -> None:
-        for links in (self.parent, self.first, self.after, self.before):
-            links.frombytes(b"\xff" * (links.itemsize * _CHUNK))
-        for column in (*self.children, *self.charge, self.generation, self.tenant, self.touched):
-            column.frombytes(bytes(column.itemsize * _CHUNK))
-        self.expiry.frombytes(bytes(8 * _CHUNK))
-        for mask in (
-            self.resident,
-            self.pending,
-            self.shown,
-            self.lossless,
-            self.free,
-            self.flags,
-        ):
-            mask.extend(bytes(_CHUNK))
-        self._names.append(np.empty(_CHUNK, dtype=object))
+        rows = self.size + STEP
+        columns = {
+            name: tuple(column.grow(rows) for column in group)
+            for name, group in self._columns.items()
+        }
+        (self.parent,), (self.first,) = columns["parent"], columns["first"]
+        (self.after,), (self.before,) = columns["after"], columns["before"]
+        (self.resident,), (self.pending,) = columns["resident"], columns["pending"]
+        (self.shown,), (self.lossless,) = columns["shown"], columns["lossless"]
+        (self.free,), (self.flags,) = columns["free"], columns["flags"]
+        (self.generation,), (self.tenant,) = columns["generation"], columns["tenant"]
+        (self.touched,) = columns["touched"]
+        self.children, self.charge = columns["children"], columns["charge"]
+        self.expiry = self._expiry.grow(rows)
+        self._names.append(np.empty(STEP, dtype=object))
 
     def add(self, part: PartId, parent: int, tenant: int) -> int:
         """Make a row for a part that has none, as a child of row ``parent`` (or of none)."""
@@ -134,10 +136,10 @@ class Index:
             row = self._spare.pop()
         else:
             row = self.size
-            if row == len(self.resident):
+            if row == STEP * len(self._names):
                 self._grow()
             self.size += 1
-        self._names[row >> _CHUNK_BITS][row & (_CHUNK - 1)] = part
+        self._names[row >> _STEP_BITS][row & (STEP - 1)] = part
         self.rows[part] = row
         self.expiry[row] = float("inf")
         self.tenant[row] = tenant
@@ -161,20 +163,20 @@ class Index:
 
     def remove(self, row: int) -> None:
         """Forget a row that has neither copies nor children."""
-        parent, after, before = self.parent[row], self.after[row], self.before[row]
-        if after >= 0:
-            self.before[after] = before
-        if before >= 0:
-            self.after[before] = after
-        elif parent >= 0:
-            self.first[parent] = after
-        self.parent[row] = self.after[row] = self.before[row] = NO_ROW
-        self.flags[row] = 0
-        self.generation[row] = 0
-        self.touched[row] = 0
-        names = self._names[row >> _CHUNK_BITS]
-        del self.rows[names[row & (_CHUNK - 1)]]
-        names[row & (_CHUNK - 1)] = None
+        parent = self.parent[row]
+        if parent >= 0:
+            after, before = self.after[row], self.before[row]
+            if after >= 0:
+                self.before[after] = before
+            if before >= 0:
+                self.after[before] = after
+            else:
+                self.first[parent] = after
+            self.parent[row] = NO_ROW
+        self.flags[row] = 0  # other columns are written before they are read again
+        names = self._names[row >> _STEP_BITS]
+        del self.rows[names[row & (STEP - 1)]]
+        names[row & (STEP - 1)] = None
         self._spare.append(row)
 
     def kids(self, row: int) -> Iterator[int]:
@@ -184,3 +186,12 @@ class Index:
             following = self.after[child]
             yield child
             child = following
+
+    def has_live_child(self, row: int) -> bool:
+        """Whether a child has a copy, or is being stored, in any tier."""
+        child = self.first[row]
+        while child >= 0:
+            if self.resident[child] | self.pending[child]:
+                return True
+            child = self.after[child]
+        return False

@@ -57,7 +57,9 @@ def recover(
         index.generation[row] = stored.generation
         index.flags[row] = (index.flags[row] & ~EXACT) | (EXACT if stored.exact else 0)
         index.touched[row] = at.clock
-        at.live_until(row, expiry)
+        index.expiry[row] = expiry
+        if expiry < inf:
+            at.calendar.add(row, expiry)
         at.ledger.charge(tier, tenant, nbytes, 0)
         at.place(row, tier, nbytes, lossless=stored.lossless, clock=at.clock)
         index.pending[row] &= ~(1 << tier)

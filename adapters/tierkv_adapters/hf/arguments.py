@@ -1,17 +1,24 @@
 """Which arguments of ``generate`` an attached model takes, and which it must refuse.
 
 The adapter owns ids, mask and cache: several combinations of these make Transformers answer
-wrongly without an error. Whatever could break that ownership is refused by name.
+wrongly without an error. Whatever could break that ownership is refused by name. What is neither
+a setting of ``GenerationConfig`` nor an argument of ``generate`` itself would go to the model's
+forward pass (images, embeddings, adapters per row): the KV would depend on it, its key would not.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
 
 from tierkv.errors import AttachError
 from tierkv_adapters.hf.compat import base_model
 
-__all__ = ["check_arguments", "expected_new_tokens"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["check_arguments", "expected_new_tokens", "with_our_cache"]
 
 _OWNED = frozenset(
     {
@@ -28,6 +35,18 @@ _OWNED = frozenset(
         "use_cache",
     }
 )
+_OF_GENERATE = frozenset(
+    {
+        "generation_config",
+        "logits_processor",
+        "negative_prompt_attention_mask",
+        "negative_prompt_ids",
+        "prefix_allowed_tokens_fn",
+        "stopping_criteria",
+        "synced_gpus",
+        "tokenizer",
+    }
+)
 _UNSUPPORTED = {
     "assistant_early_exit": "assisted decoding",
     "assistant_model": "assisted decoding",
@@ -36,6 +55,8 @@ _UNSUPPORTED = {
     "penalty_alpha": "contrastive search",
     "prompt_lookup_num_tokens": "assisted decoding (prompt lookup)",
     "return_dict_in_generate": "a dict of scores and states",
+    "token_healing": "changing the prompt's last token",
+    "use_mtp": "multi-token prediction",
 }
 _NEW_TOKENS_CAP = 1024  # a limit of 100k tokens must not reserve memory for 100k tokens
 
@@ -52,6 +73,13 @@ def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
             f"{', '.join(owned)}: the adapter builds ids, mask, cache and streamer itself; "
             "pass the prompt as text or token ids, and use stream() for tokens as they come"
         )
+    known = vars(GenerationConfig()).keys() | _OF_GENERATE | _UNSUPPORTED.keys()
+    foreign = sorted(arguments.keys() - known)
+    if foreign:
+        raise AttachError(
+            f"{', '.join(foreign)}: not a setting of generation; an input of the model beside its "
+            "tokens is not supported with an attached store"
+        )
     for name in ("num_beams", "num_return_sequences"):
         if int(_effective(model, arguments, name) or 1) > 1:
             raise AttachError(
@@ -61,6 +89,23 @@ def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
     for name, what in _UNSUPPORTED.items():
         if _effective(model, arguments, name):
             raise AttachError(f"{name}: {what} is not supported yet with an attached store")
+
+
+def with_our_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a call that is handed a cache of ours; those given are not changed.
+
+    A default of the model or of a ``GenerationConfig`` could replace that cache, or feed it the
+    whole prompt again at each step.
+    """
+    settings = dict(arguments)
+    config = settings.pop("generation_config", None)
+    if config is not None:
+        # one by one: beside a whole configuration Transformers wants no settings of ours, and what
+        # is None in it would come from the model's defaults
+        given = {n: v for n, v in vars(config).items() if v is not None and n[0] != "_"}
+        given.pop("transformers_version", None)
+        settings = given | settings
+    return settings | {"use_cache": True, "cache_implementation": None}
 
 
 def expected_new_tokens(model: Any, arguments: dict[str, Any], prompt: int) -> int:

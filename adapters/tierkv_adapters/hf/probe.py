@@ -15,12 +15,13 @@ from tierkv.errors import AttachError
 from tierkv.layout import DTYPE_BYTES, Group, GroupKind, Layer, Layout, TensorSpec
 from tierkv_adapters.hf.buffer import LayerKV
 from tierkv_adapters.hf.compat import base_model, cache_keyword, input_device, text_config
+from tierkv_adapters.hf.tuners import is_prompt_learning
 
 __all__ = ["check_supported", "layout_of", "probe_layers"]
 
 # RoPE kinds whose frequencies depend on how long the sequence of the current call is: the KV of a
 # prefix is then not a function of the prefix alone, and no two requests could share it safely
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})  # su: longrope's old name
 
 
 def _rope_kinds(config: Any) -> set[str]:
@@ -47,8 +48,13 @@ def check_supported(model: Any) -> None:
         raise AttachError(f"{name} is not a Transformers model with generate()")
     if getattr(inner.config, "is_encoder_decoder", False):
         raise AttachError(f"{name} is an encoder-decoder model: only decoder-only ones are served")
-    if inner.training:
+    if any(module.training for module in inner.modules()):
         raise AttachError(f"{name} is in training mode (dropout changes its KV): call model.eval()")
+    if is_prompt_learning(model):
+        raise AttachError(
+            f"{name} is wrapped for prompt or prefix tuning: its virtual tokens are in no prompt, "
+            "so that blocks could not be told apart"
+        )
     if int(getattr(inner, "tp_size", None) or 1) > 1:
         raise AttachError(f"{name} is tensor-parallel, which is not supported yet")
     bad = _rope_kinds(text_config(model)) & _LENGTH_DEPENDENT_ROPE
@@ -80,15 +86,6 @@ def probe_layers(model: Any) -> tuple[LayerKV, ...]:
     check_supported(model)
     name = type(base_model(model)).__name__
     cache = DynamicCache(config=text_config(model))
-    kinds = {type(layer).__name__ for layer in cache.layers}
-    other = {
-        k for k in kinds if k not in (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__)
-    }
-    if other or not cache.layers:
-        raise AttachError(
-            f"{name} keeps state that is not plain attention KV ({sorted(other) or 'unknown'}): "
-            "hybrid, recurrent and KV-sharing models are not supported yet"
-        )
     device = input_device(model)
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
     keyword = {cache_keyword(model): cache}

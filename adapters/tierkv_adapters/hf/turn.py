@@ -25,7 +25,7 @@ from tierkv.errors import (
     LoadIncomplete,
     TierKVError,
 )
-from tierkv_adapters.hf.arguments import expected_new_tokens
+from tierkv_adapters.hf.arguments import expected_new_tokens, with_our_cache
 from tierkv_adapters.hf.cache import TierCache
 from tierkv_adapters.hf.compat import base_model, cache_keyword, input_device
 from tierkv_adapters.hf.prompts import encode_prompt
@@ -290,7 +290,7 @@ class Turn:
                 attention_mask=torch.ones_like(tensor),
                 streamer=relay,
                 **{cache_keyword(self._model): cache},
-                **arguments,
+                **with_our_cache(arguments),
             )
         result: list[int] = output[0].tolist()
         if result[: len(ids)] != ids:

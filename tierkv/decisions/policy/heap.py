@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
+from tierkv.decisions.columns import STEP, IntColumn
 from tierkv.errors import CapacityError
 
 __all__ = ["MAX_ROWS", "RowHeap"]
@@ -18,6 +18,7 @@ MAX_ROWS: Final = 1 << _ROW_BITS
 _UNTRACKED: Final = -1
 _SPARSE_COST: Final = 12  # a dict entry costs about as much as this many column cells
 _SLACK: Final = 1024  # stale entries that are never worth a rebuild
+_SMALL: Final = 4 * STEP  # so many rows are always kept in columns
 
 
 class RowHeap:
@@ -29,16 +30,20 @@ class RowHeap:
     touching, holding and releasing cost O(1), and each such change is paid for at most once, in
     O(log n), by a later :meth:`victim`.
 
-    A policy inherits from it and adds what a rank is. Columns are dense arrays; while a partition has few rows among many, they are dicts.
+    A policy inherits from it and adds what a rank is. Ranks are kept in dense columns; while a
+    partition has few rows among many, in dicts.
     """
 
-    __slots__ = ("_heap", "_queued", "_rank", "_tracked")
+    __slots__ = ("_columns", "_heap", "_queued", "_rank", "_size", "_sparse", "_tracked")
 
     def __init__(self) -> None:
         self._heap: list[int] = []
         # rank << 1 | evictable; the rank of the row's one valid heap entry
-        self._rank: array[int] | dict[int, int] = array("q")
-        self._queued: array[int] | dict[int, int] = array("q")
+        self._columns = (IntColumn("q", 0xFF), IntColumn("q", 0xFF))
+        self._rank: memoryview[int] | dict[int, int] = self._columns[0].view
+        self._queued: memoryview[int] | dict[int, int] = self._columns[1].view
+        self._sparse = False
+        self._size = 0
         self._tracked = 0
 
     def __len__(self) -> int:
@@ -50,33 +55,41 @@ class RowHeap:
         Raises:
             CapacityError: if the row number does not fit an entry.
         """
-        if row >= MAX_ROWS:
-            raise CapacityError(f"row {row}: an index holds at most {MAX_ROWS} parts a process")
-        if isinstance(self._rank, dict) or row >= len(self._rank):
-            self._grow(row)
+        if row >= self._size or self._sparse:
+            self._make_room(row)
         self._rank[row] = rank << 1
         self._queued[row] = _UNTRACKED
         self._tracked += 1
 
-    def _grow(self, row: int) -> None:
-        rank, queued = self._rank, self._queued
-        needed = (self._tracked + 1) * _SPARSE_COST
-        if isinstance(rank, array):
-            if row < 16 * _SLACK or 2 * needed > row:
-                spare = min(len(rank) // 8, 16 * _SLACK)
-                blank = array("q", [_UNTRACKED]) * (row + 1 - len(rank) + spare)
-                rank.extend(blank)
-                queued.extend(blank)  # type: ignore[union-attr]  # both switch together
-            else:
-                self._rank = {r: v for r, v in enumerate(rank) if v >= 0}
-                self._queued = {r: queued[r] for r in self._rank}
-        elif needed > row:
-            dense = array("q", [_UNTRACKED]) * (max(row, max(rank, default=0)) + 1)
-            waiting = dense[:]
-            for r, value in rank.items():
-                dense[r] = value
-                waiting[r] = queued[r]
-            self._rank, self._queued = dense, waiting
+    def _make_room(self, row: int) -> None:
+        if row >= MAX_ROWS:
+            raise CapacityError(f"row {row}: an index holds at most {MAX_ROWS} parts a process")
+        worth = (self._tracked + 1) * _SPARSE_COST  # rows for which columns are no dearer
+        if self._sparse:
+            if worth > row:
+                self._to_columns(row)
+        elif row < _SMALL or 2 * worth > row:
+            self._rank, self._queued = (column.grow(row + 1) for column in self._columns)
+            self._size = len(self._rank)
+        else:
+            self._to_dicts()
+
+    def _to_columns(self, row: int) -> None:
+        ranks, queued = self._rank, self._queued
+        assert isinstance(ranks, dict)
+        size = max(row, *ranks) + 1
+        self._rank, self._queued = (column.grow(size) for column in self._columns)
+        self._size, self._sparse = len(self._rank), False
+        for known, value in ranks.items():
+            self._rank[known] = value
+            self._queued[known] = queued[known]
+
+    def _to_dicts(self) -> None:
+        ranks, queued = self._rank, self._queued
+        self._rank = {row: ranks[row] for row in range(self._size) if ranks[row] >= 0}
+        self._queued = {row: queued[row] for row in self._rank}
+        self._columns = (IntColumn("q", 0xFF), IntColumn("q", 0xFF))
+        self._size, self._sparse = 0, True
 
     def rank_of(self, row: int) -> int:
         """Rank of a tracked row."""
@@ -84,8 +97,7 @@ class RowHeap:
 
     def raise_rank(self, row: int, rank: int) -> None:
         """Give a tracked row a rank; a smaller one than before costs a push, a larger nothing."""
-        old = self._rank[row]
-        free = old & 1
+        free = self._rank[row] & 1
         self._rank[row] = rank << 1 | free
         if free and rank < self._queued[row]:
             self._push(row, rank)
@@ -110,12 +122,9 @@ class RowHeap:
         heap = self._heap
         if heap and heap[0] & _ROW_MASK == row:
             heappop(heap)
-        if isinstance(self._rank, dict):
-            del self._rank[row]
-            del self._queued[row]
-        else:
-            self._rank[row] = _UNTRACKED
-            self._queued[row] = _UNTRACKED
+        self._rank[row] = self._queued[row] = _UNTRACKED
+        if isinstance(self._rank, dict) and isinstance(self._queued, dict):
+            del self._rank[row], self._queued[row]
         self._tracked -= 1
 
     def expedite(self, row: int) -> None:
@@ -125,7 +134,7 @@ class RowHeap:
     def victim(self) -> int | None:
         """Return the evictable row of the smallest rank, or None; changes no answer."""
         heap, ranks, queued = self._heap, self._rank, self._queued
-        sparse = isinstance(ranks, dict)
+        sparse = self._sparse
         while heap:
             entry = heap[0]
             row = entry & _ROW_MASK
@@ -145,21 +154,18 @@ class RowHeap:
         return None
 
     def _push(self, row: int, rank: int) -> None:
-        heap = self._heap
-        if len(heap) > 2 * self._tracked + _SLACK:
+        if len(self._heap) > 2 * self._tracked + _SLACK:
             self._rebuild()
-            heap = self._heap
         self._queued[row] = rank
-        heappush(heap, rank << _ROW_BITS | row)
+        heappush(self._heap, rank << _ROW_BITS | row)
 
     def _rebuild(self) -> None:
         """Drop entries of rows that went another way than by eviction (TTL, invalidation)."""
         ranks, queued = self._rank, self._queued
-        sparse = isinstance(ranks, dict)
         kept: set[int] = set()
         for entry in self._heap:
             row = entry & _ROW_MASK
-            if (not sparse or row in ranks) and queued[row] == entry >> _ROW_BITS:
+            if (not self._sparse or row in ranks) and queued[row] == entry >> _ROW_BITS:
                 kept.add(entry)
         self._heap = list(kept)
         heapify(self._heap)

@@ -1,0 +1,267 @@
+"""The first phase of a store or copy: what may be stored where, and at whose expense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tierkv.decisions.evicting import TICK_PARTS, Room
+from tierkv.decisions.index import EXACT, NO_ROW
+from tierkv.decisions.types import EvictReason, MissReason, Outcome, SkipReason, StoreItem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.blocks import PartId
+    from tierkv.decisions.evicting import Evictor
+    from tierkv.decisions.placement import Placement
+
+__all__ = ["Request", "Reserver", "Slot"]
+
+_PRESENT: Final = Outcome(0)
+
+
+class Slot(NamedTuple):
+    """One accepted item until it is committed or rolled back."""
+
+    row: int
+    generation: int
+    nbytes: int
+    item: StoreItem
+    clock: int
+
+
+@dataclass(slots=True)
+class Request:
+    """One reserve call: its arguments, and what has been gathered so far.
+
+    Attributes:
+        tier: Where to.
+        tenant: Who stores.
+        source: Tier that is copied from, if it is a copy.
+        demand: Whether somebody waits for it.
+        items: The chain.
+        session_left: Bytes left of the session's quota; None: no quota.
+        now: Time.
+        clock: Access clock before the call.
+        room: The attempt to make room, reused for every item.
+        slots: Accepted items by number.
+        guarded: Rows of the chain that are pinned while room is made.
+        refused: Bytes of the items refused since dirty parts were found in the way.
+        dirty: Whether dirty parts were in the way.
+    """
+
+    tier: int
+    tenant: int
+    source: int | None
+    demand: bool
+    items: Sequence[StoreItem]
+    session_left: int | None
+    now: float
+    clock: int
+    room: Room
+    slots: dict[int, Slot] = field(default_factory=dict)
+    guarded: list[int] | None = None
+    refused: int = 0
+    dirty: bool = False
+
+
+class Reserver:
+    """Decides item by item.
+
+    Attributes:
+        generation: Generation given out last.
+    """
+
+    __slots__ = ("_at", "_evictor", "generation")
+
+    def __init__(self, placement: Placement, evictor: Evictor) -> None:
+        self._at = placement
+        self._evictor = evictor
+        self.generation = 0
+
+    def decide(self, request: Request) -> list[Outcome]:
+        """Decide about a chain, parents first."""
+        at = self._at
+        if request.source is None:
+            at.clock += len(request.items)
+        outcomes: list[Outcome] = []
+        broken: set[PartId] = set()
+        for number, item in enumerate(request.items):
+            if broken and item.parent is not None and item.parent in broken:
+                outcome = Outcome(0, SkipReason.NO_PARENT)
+            else:
+                outcome = self._decide(number, item, request)
+            if outcome.skip is not None and outcome.skip is not SkipReason.IN_FLIGHT:
+                broken.add(item.part)
+                request.refused += item.nbytes if request.dirty else 0
+            outcomes.append(outcome)
+        for row in request.guarded or ():
+            at.unpin(row)
+        return outcomes
+
+    def short(self, request: Request) -> int:
+        """Bytes missing for the whole rest of the chain, as far as it can ever fit."""
+        ledger, tier, tenant = self._at.ledger, request.tier, request.tenant
+        capacity, quota = ledger.capacity[tier], ledger.quota(tenant, tier)
+        short = min(request.refused, capacity) - max(0, ledger.room(tier))
+        if quota is not None:
+            left = max(0, quota - ledger.usage(tenant, tier))
+            short = max(short, min(request.refused, quota) - left)
+        return max(1, short)
+
+    def _decide(self, number: int, item: StoreItem, request: Request) -> Outcome:
+        at, index = self._at, self._at.index
+        row = index.rows.get(item.part, NO_ROW)
+        parent = NO_ROW
+        if request.source is None and item.parent is not None:
+            parent = index.rows.get(item.parent, NO_ROW)
+            if parent < 0 or not at.whole(parent):
+                return Outcome(0, SkipReason.NO_PARENT)
+        if row >= 0:
+            known = self._known(row, item, number, request)
+            if known is not None:
+                return known
+        elif request.source is not None:
+            return Outcome(0, SkipReason.FAILED)
+        skip = self._refuse(row, item, request)
+        if skip is not None:
+            if skip in (SkipReason.TENANT_QUOTA, SkipReason.SESSION_QUOTA):
+                row = index.rows.get(item.part, NO_ROW)
+                if row < 0 or not index.resident[row]:
+                    at.history.note(item.part, MissReason.QUOTA, request.tier, request.now)
+            return Outcome(0, skip)
+        return self._accept(number, item, parent, request)
+
+    def _known(self, row: int, item: StoreItem, number: int, request: Request) -> Outcome | None:
+        """Outcome for a part that has a row, or None if it is to be stored."""
+        index, bit = self._at.index, 1 << request.tier
+        resident, pending = index.resident[row], index.pending[row]
+        if pending & bit:
+            return Outcome(0, SkipReason.IN_FLIGHT)
+        if request.source is not None:
+            if not resident >> request.source & 1:
+                return Outcome(0, SkipReason.FAILED)
+            return _PRESENT if resident & bit else None
+        best = bool(index.flags[row] & EXACT and index.lossless[row])
+        if resident and (best or not (item.exact and item.lossless)):
+            until = inf if item.ttl is None else request.now + item.ttl
+            self._at.touch(row, self._clock(number, item, request), until)
+            return _PRESENT
+        if pending:
+            return Outcome(0, SkipReason.IN_FLIGHT)
+        return None
+
+    @staticmethod
+    def _clock(number: int, item: StoreItem, request: Request) -> int:
+        # the root of a chain ends up as the most recent part; parts that stand alone (states,
+        # windows) count for the more the later they are
+        count = len(request.items)
+        alone = item.parent is None and not (
+            number + 1 < count and request.items[number + 1].parent == item.part
+        )
+        if request.source is not None:
+            return max(0, request.clock - number)
+        return request.clock + (number + 1 if alone else count - number)
+
+    def _refuse(self, row: int, item: StoreItem, request: Request) -> SkipReason | None:
+        """Make room for an item, or say why there is none."""
+        ledger, tier, nbytes = self._at.ledger, request.tier, item.nbytes
+        tenant = request.tenant if request.source is None else self._at.index.tenant[row]
+        quota = ledger.quota(tenant, tier)
+        if nbytes > ledger.capacity[tier] or (quota is not None and nbytes > quota):
+            return SkipReason.TOO_LARGE
+        if request.session_left is not None and nbytes > request.session_left:
+            return SkipReason.SESSION_QUOTA
+        over = quota is not None and ledger.usage(tenant, tier) + nbytes > quota
+        if over and not self._make(nbytes, tenant, row, request, own=True):
+            return SkipReason.TENANT_QUOTA
+        if ledger.capacity[tier] - ledger.used[tier] - ledger.reserved[tier] < nbytes:
+            rest = nbytes
+            if request.demand and quota is None and request.session_left is None:
+                rest += self._still_new(request, item)
+            if not self._make(nbytes, tenant, row, request, rest=rest):
+                return SkipReason.FULL
+        return None
+
+    def _still_new(self, request: Request, item: StoreItem) -> int:
+        """Bytes that the items behind ``item`` will need if all of them are stored."""
+        rows, index, bit = self._at.index.rows, self._at.index, 1 << request.tier
+        total, behind = 0, False
+        for other in request.items:
+            if behind:
+                row = rows.get(other.part, NO_ROW)
+                there = index.resident[row] | index.pending[row] if row >= 0 else 0
+                if not there or (request.source is not None and not there & bit):
+                    total += other.nbytes
+            behind = behind or other is item
+        return total
+
+    def _make(
+        self,
+        nbytes: int,
+        tenant: int,
+        row: int,
+        request: Request,
+        *,
+        own: bool = False,
+        rest: int = 0,
+    ) -> bool:
+        """Evict until ``nbytes`` fit; on the way, for ``rest`` bytes if so much can go."""
+        ledger, tier, room = self._at.ledger, request.tier, request.room
+        if request.guarded is None:
+            self._guard(request)
+        room.tenant, room.own, room.dirty = tenant, own, False
+        room.target = nbytes
+        room.reason = EvictReason.QUOTA if own else EvictReason.CAPACITY
+        if not own:
+            evictable = ledger.capacity[tier] - ledger.reserved[tier] - ledger.pinned[tier]
+            if evictable < nbytes:
+                return False  # in vain: evict nothing for it
+            room.target = min(max(rest, nbytes), evictable)
+        if not request.demand:
+            index = self._at.index
+            room.before = index.touched[row] if row >= 0 and index.resident[row] else -1
+        done = self._evictor.make(room, request.now) or (not own and ledger.room(tier) >= nbytes)
+        # nobody demotes for the sake of what nobody waits for
+        request.dirty = request.dirty or (not done and room.dirty and request.demand)
+        return done
+
+    def _guard(self, request: Request) -> None:
+        """Keep the chain itself from being evicted to make room for the chain."""
+        at, rows, resident = self._at, self._at.index.rows, self._at.index.resident
+        bit = 1 << request.tier
+        names = [item.part for item in request.items]
+        names += [item.parent for item in request.items if item.parent is not None]
+        found = {rows[name]: None for name in names if name in rows}
+        # only what is in this tier can go, unless whole lines of descendants are at stake
+        request.guarded = [row for row in found if resident[row] & bit or at.blocked]
+        for row in request.guarded:
+            at.pin(row)
+
+    def _accept(self, number: int, item: StoreItem, parent: int, request: Request) -> Outcome:
+        at, index, tier = self._at, self._at.index, request.tier
+        row = index.rows.get(item.part, NO_ROW)
+        if row < 0:
+            row = index.add(item.part, parent, request.tenant)
+        elif parent >= 0 and index.parent[row] < 0:
+            index.link(row, parent)
+        if request.source is None:
+            self.generation += 1
+            generation = self.generation
+            if request.session_left is not None:
+                request.session_left -= item.nbytes
+        else:
+            generation = index.generation[row]
+            at.hold(row)
+        hole = index.first[row] >= 0 and not index.resident[row] | index.pending[row]
+        index.pending[row] |= 1 << tier
+        at.ledger.reserve(tier, index.tenant[row], item.nbytes)
+        at.sync(row)
+        if hole:
+            at.refilled(row)
+            at.spread(TICK_PARTS)
+        clock = self._clock(number, item, request)
+        request.slots[number] = Slot(row, generation, item.nbytes, item, clock)
+        return Outcome(generation)

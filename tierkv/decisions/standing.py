@@ -1,0 +1,256 @@
+"""Where every part is, and what follows for others: who may be evicted, who is cut off.
+
+Keeps the tree of parts, the policies and the marks in step; takes no decision of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from tierkv.decisions.expiry import Calendar
+from tierkv.decisions.history import History
+from tierkv.decisions.index import NO_ROW, ORPHAN, Index
+from tierkv.decisions.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tierkv.abc import Policy
+    from tierkv.blocks import PartId
+    from tierkv.decisions.types import Drop, TenantLimits, TierLimits
+
+__all__ = ["Standing"]
+
+_SHARED: Final = -1
+_RESIZE: Final = 0.1  # change of a tier's size in parts that its policies are told of
+
+
+class Standing:
+    """State shared by the deciding parts, and the consequences of a change.
+
+    Attributes:
+        index: Columns of all parts.
+        ledger: Byte accounts.
+        history: Why parts are gone.
+        calendar: Rows with a TTL.
+        clock: Number of accesses so far.
+        epoch: Grows whenever a copy that a lookup may have counted on is taken away.
+        busy: How often each row is leased or held; such rows cannot be evicted.
+        holds: The part of ``busy`` that copies under way and demotions account for.
+        leaving: Tiers from which a row is proposed for demotion.
+        partitions: Per tier, (tenant or -1, policy).
+        deferred: Copies given up while a row is leased: they are freed after the last lease.
+        ready: (tenant, copy) whose last lease has ended, to be handed out.
+        blocked: Rows of the last tier kept only by children that live in other tiers.
+    """
+
+    __slots__ = (
+        "_factories",
+        "_last",
+        "_levels",
+        "_lookup",
+        "_orphans",
+        "_parts",
+        "blocked",
+        "busy",
+        "calendar",
+        "clock",
+        "deferred",
+        "epoch",
+        "history",
+        "holds",
+        "index",
+        "leaving",
+        "ledger",
+        "partitions",
+        "ready",
+        "tiers",
+    )
+
+    def __init__(
+        self,
+        tiers: Sequence[TierLimits],
+        policies: Sequence[Callable[[], Policy]],
+        tenants: Mapping[str, TenantLimits] | None,
+        default_limits: TenantLimits | None,
+        history: int,
+    ) -> None:
+        self.tiers = range(len(tiers))
+        self.index = Index(len(tiers))
+        self.ledger = Ledger(tiers, tenants, default_limits)
+        self.history = History(history)
+        self.calendar = Calendar()
+        self.clock = 0
+        self.epoch = 0
+        self.busy: dict[int, int] = {}
+        self.holds: dict[int, int] = {}
+        self.leaving: dict[int, int] = {}
+        self.blocked: dict[int, None] = {}
+        self.partitions: list[list[tuple[int, Policy]]] = [[(_SHARED, make())] for make in policies]
+        self._factories = tuple(policies)
+        self._lookup: list[dict[int, Policy]] = [{} for _ in tiers]
+        self._levels = tuple((1 << tier, self._lookup[tier]) for tier in self.tiers)
+        self._last = 1 << (len(tiers) - 1)
+        self._parts: list[float] = [0.0 for _ in tiers]
+        self.deferred: dict[int, list[Drop]] = {}
+        self.ready: list[tuple[int, Drop]] = []
+        self._orphans: deque[PartId] = deque()
+
+    # ------------------------------------------------------------------ policies
+
+    def policy(self, tenant: int, tier: int) -> Policy:
+        """Policy that orders a tenant's parts in a tier."""
+        found = self._lookup[tier].get(tenant)
+        if found is None:
+            if self.ledger.separate(tenant, tier):
+                found = self._factories[tier]()
+                if self._parts[tier]:
+                    found.resize(self._parts[tier])
+                self.partitions[tier].append((tenant, found))
+            else:
+                found = self.partitions[tier][0][1]
+            self._lookup[tier][tenant] = found
+        return found
+
+    def measure(self, tier: int) -> float | None:
+        """Tell the policies of a tier its size in mean-sized parts, if that has changed by 10 %.
+
+        Returns:
+            The new size, or None if it has hardly changed.
+        """
+        ledger = self.ledger
+        if not ledger.entries[tier] or not ledger.used[tier]:
+            return None
+        parts = ledger.capacity[tier] * ledger.entries[tier] / ledger.used[tier]
+        if abs(parts - self._parts[tier]) <= _RESIZE * self._parts[tier]:
+            return None
+        self._parts[tier] = parts
+        for _, policy in self.partitions[tier]:
+            policy.resize(parts)
+        return parts
+
+    # ------------------------------------------------------------------ consequences
+
+    def settle(self, row: int) -> None:
+        """Follow up on a copy that came or went: parent's counts, holes, empty rows."""
+        index = self.index
+        self.sync(row)
+        if index.resident[row]:
+            self.refresh(row)
+        elif not index.pending[row]:
+            if index.first[row] >= 0:
+                self._orphans.append(index.name(row))
+            elif row not in self.busy:
+                parent = index.parent[row]
+                index.remove(row)
+                if parent >= 0 and not index.resident[parent]:
+                    self.prune(parent)
+
+    def refilled(self, row: int) -> None:
+        """Note that a row without copies is being stored: its descendants may be whole again."""
+        if self.index.first[row] >= 0:
+            self._orphans.append(self.index.name(row))
+
+    def sync(self, row: int) -> None:
+        """Bring the parent's counts of children in line with where the row is."""
+        index = self.index
+        shown = index.resident[row] | index.pending[row]
+        if self.leaving:
+            shown &= ~self.leaving.get(row, 0)
+        changed = shown ^ index.shown[row]
+        if not changed:
+            return
+        index.shown[row] = shown
+        parent = index.parent[row]
+        if parent < 0:
+            return
+        mask = index.resident[parent]
+        affected = mask == self._last  # a child anywhere can block a last copy there
+        for tier, children in enumerate(index.children):
+            bit = 1 << tier
+            if changed & bit:
+                count = children[parent] + (1 if shown & bit else -1)
+                children[parent] = count
+                # the first child that comes, or the last that goes
+                if mask & bit and count == bool(shown & bit):
+                    affected = True
+        if affected and parent not in self.busy:
+            self.refresh(parent)
+
+    def refresh(self, row: int) -> None:
+        """Bring the policies' view of what may be evicted in line with the rules."""
+        index = self.index
+        mask, wanted = index.resident[row], 0
+        if mask and row not in self.busy:
+            for tier, children in enumerate(index.children):
+                if mask >> tier & 1 and not children[row]:
+                    wanted |= 1 << tier
+        if wanted == mask == self._last and index.has_live_child(row):
+            self.blocked[row] = None
+            wanted = 0
+        elif self.blocked:
+            self.blocked.pop(row, None)
+        changed = wanted ^ index.free[row]
+        if not changed:
+            return
+        index.free[row] = wanted
+        tenant = index.tenant[row]
+        for bit, policies in self._levels:
+            if changed & bit:
+                if wanted & bit:
+                    policies[tenant].release(row)
+                else:
+                    policies[tenant].hold(row)
+
+    def prune(self, row: int) -> None:
+        """Remove a row that stands for nothing any more, and ancestors kept only for it."""
+        index = self.index
+        while row >= 0 and not (
+            index.resident[row] or index.pending[row] or index.first[row] >= 0 or row in self.busy
+        ):
+            parent = index.parent[row]
+            index.remove(row)
+            row = parent
+
+    # ------------------------------------------------------------------ holes
+
+    def whole(self, row: int) -> bool:
+        """Whether a prefix can reach this part: it has a copy, and so has every ancestor."""
+        index = self.index
+        return bool(index.resident[row] | index.pending[row]) and not index.flags[row] & ORPHAN
+
+    def spread(self, limit: int) -> None:
+        """Carry holes and refills down the tree: orphans go first, whole parts do not.
+
+        Handles about ``limit`` parts; the rest waits for the next call.
+        """
+        index = self.index
+        while self._orphans and limit > 0:
+            row = index.rows.get(self._orphans.popleft(), NO_ROW)
+            if row < 0:
+                continue
+            mark = 0 if self.whole(row) else ORPHAN
+            for child in index.kids(row):
+                limit -= 1
+                if index.flags[child] & ORPHAN == mark:
+                    continue
+                index.flags[child] ^= ORPHAN
+                self._rerank(child, expedite=bool(mark))
+                if index.first[child] >= 0:
+                    self._orphans.append(index.name(child))
+
+    def _rerank(self, row: int, *, expedite: bool) -> None:
+        index = self.index
+        for tier in self.tiers:
+            if index.resident[row] >> tier & 1:
+                policy = self._lookup[tier][index.tenant[row]]
+                if expedite:
+                    policy.expedite(row)
+                else:
+                    policy.touch(row, index.touched[row])
+
+    @property
+    def spreading(self) -> bool:
+        """Whether consequences of holes or refills are still to be carried on."""
+        return bool(self._orphans)
