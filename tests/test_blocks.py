@@ -318,3 +318,16 @@ def test_bad_tokens_are_refused_and_change_nothing(tokens: list[object]) -> None
         chain.follow([5, *tokens])  # type: ignore[list-item]
     assert chain.keys == kept
     assert list(chain.tokens) == [5]
+
+
+@pytest.mark.parametrize("value", [{"rope": "yarn"}, {"a", "b"}, object(), b"x".__iter__()])
+def test_i3_what_has_no_order_is_refused(value: object) -> None:
+    with pytest.raises(LayoutError, match="cannot encode"):
+        encode_fields("a", value)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="cannot encode"):
+        space_fingerprint(Identity("m", "w", extra=value), bytes(32), 16)  # type: ignore[arg-type]
+
+
+def test_media_before_the_first_token_are_refused() -> None:
+    with pytest.raises(LayoutError, match="token index"):
+        Media(-1, b"digest")

@@ -222,6 +222,17 @@ def test_views_that_do_not_fit_are_refused_and_untouched() -> None:
         assert not bool(first.any()), "written before the view was checked"
 
 
+def test_f017_an_expanded_view_is_refused_and_the_others_untouched() -> None:
+    space = one_layer("float32")
+    good = sample("float32", (2, BLOCK, 32))
+    frame, _, label = new_frame(Pipeline(space), views.dense([(good, good[:1].expand_as(good))]))
+    header = opened(frame, space, label)
+    first, second = torch.zeros_like(good), torch.zeros_like(good[:1]).expand_as(good)
+    with pytest.raises(LayoutError, match="share memory"):
+        deliver(header, frame, views.dense([(first, second)]), 0)
+    assert not bool(first.any())
+
+
 class _Lying(View):
     def __init__(self, given: Sequence[tuple[int, torch.Tensor]]) -> None:
         self.given = given

@@ -97,6 +97,9 @@ def encode_fields(*fields: Field) -> bytes:
     False
     >>> encode_fields(1) == encode_fields(1.0)
     False
+
+    Raises:
+        LayoutError: if a value is of another kind: a mapping or a set has no order to encode.
     """
     out = bytearray()
     for value in fields:
@@ -110,8 +113,10 @@ def encode_fields(*fields: Field) -> bytes:
             tag, body = b"i", str(int(value)).encode()
         elif isinstance(value, float):
             tag, body = b"f", struct.pack("<d", value)
-        else:
+        elif isinstance(value, tuple | list):
             tag, body = b"t", encode_fields(*value)
+        else:
+            raise LayoutError(f"cannot encode a {type(value).__name__} into a key: {value!r:.80}")
         out += tag
         out += len(body).to_bytes(8, "little")
         out += body
@@ -161,6 +166,10 @@ class Media:
 
     position: int
     digest: bytes
+
+    def __post_init__(self) -> None:
+        if self.position < 0:
+            raise LayoutError(f"media stand at a token index, not at {self.position}")
 
 
 _BLOCK_TAG = encode_fields("tierkv.block")

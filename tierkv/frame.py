@@ -321,7 +321,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     at = _PREFIX.size + n_tenant + n_fidelity
     table_end = at + n_pool + n_rows * _ROW.size + n_dims * 8
     used = table_end + n_rows * (_DIGEST_BYTES + _SEAL_BYTES)
-    if used > payload or any(view[used - n_rows * _SEAL_BYTES : payload]):
+    if used > payload or bytes(view[used - n_rows * _SEAL_BYTES : payload]).strip(b"\0"):
         raise _refuse("its tables pass the end of the header, or it is encrypted")
     rows = _rows(bytes(view[at:table_end]), n_names, n_pool, n_rows, payload, frame_bytes)
     fidelity = _decode_text(bytes(view[at - n_fidelity : at]), "fidelity")

@@ -135,6 +135,17 @@ def find_pieces(
     return found
 
 
+def _check_writable(section: Section, pieces: Pieces) -> None:
+    for _, piece in pieces:
+        if any(
+            step == 0 and size > 1 for step, size in zip(piece.stride(), piece.shape, strict=True)
+        ):
+            raise LayoutError(
+                f"layer {section.layer}, {section.tensor!r}: several elements of the view share "
+                "memory (an expanded tensor); it can be stored, not loaded into"
+            )
+
+
 def gather(pieces: Pieces, out: torch.Tensor) -> None:
     """Copy a view's pieces into one tensor of :func:`bits_over`, bit for bit."""
     if len(pieces) == 1:
@@ -275,6 +286,7 @@ def deliver(
         moves: list[tuple[torch.Tensor, Pieces]] = []
         for section in sections:
             pieces = find_pieces(view, section[:4], start, header.tokens, header.per_token)
+            _check_writable(section, pieces)
             data = stored_bytes(section, frame, base)
             if section.chain != RAW:
                 data = decode_section(section, data, decoded[at : at + section.raw_bytes])

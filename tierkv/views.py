@@ -161,7 +161,7 @@ class PagedView(_TensorView):
             )
         self._page_tokens = sizes.pop()
         self._block_ids = tuple(int(page) for page in block_ids)
-        pages = min(t.shape[0] for named in pools.values() for t in named.values())
+        pages = min((t.shape[0] for named in pools.values() for t in named.values()), default=0)
         if len(set(self._block_ids)) != len(self._block_ids):
             raise LayoutError(
                 "block_ids name a page twice: two ranges of tokens would share memory"

@@ -9,6 +9,7 @@ import numpy as np
 from tierkv.abc import OK, BackendStats, IoResult, IoStatus, MemoryBackend
 from tierkv.buffers import Arena
 from tierkv.errors import BackendError, CapacityError, ClosedError
+from tierkv.frame import PAGE
 from tierkv.units import parse_bytes
 from tierkv_backends.options import check_options
 
@@ -252,7 +253,7 @@ class HostBackend(MemoryBackend):
         arena = self._arena
         details: dict[str, float] = dict(self._counts)
         details["arena_bytes"] = arena.used if arena is not None else 0
-        details["usable_bytes"] = arena.capacity if arena is not None else 0
+        details["usable_bytes"] = self._capacity // PAGE * PAGE
         return BackendStats(
             entries=len(self._entries),
             live_bytes=self._live,

@@ -247,6 +247,7 @@ def test_adapters_without_a_scale_are_part_of_the_identity(kit: Any) -> None:
     assert len({first, second, third, identity()}) == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
 def test_frequencies_and_packed_weights_are_read(kit: Any) -> None:
     model = kit.make("llama")
     identity = ModelIdentity(model)
@@ -270,13 +271,13 @@ def test_frequencies_and_packed_weights_are_read(kit: Any) -> None:
 
     seen = {second}
     ramp = torch.arange(4.0)
-    for scale in (0.5, 0.25):
-        packed = torch.quantize_per_tensor(ramp, scale, 0, torch.qint8)
-        model.model.extra = Packed((packed, {"bias": ramp}, torch.float32))
+    for weight, scale in ((ramp, 1.0), (ramp + 1, 1.0), (ramp, 2.0)):
+        model.model.extra = Packed(({"weight": weight}, scale, torch.float32))
         seen.add(identity())
-    model.model.extra = Packed(({"bias": ramp + 1}, 3))
-    seen.add(identity())
     assert len(seen) == 4
+    model.model.extra = Packed(torch.quantize_per_tensor(ramp, 1.0, 0, torch.qint8))
+    with pytest.raises(AttachError, match="quantised"):
+        identity()
     model.model.extra = Packed(object())
     with pytest.raises(AttachError, match="told apart"):
         identity()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import torch
-import transformers
 
 import tierkv
 from tierkv.errors import AttachError
@@ -205,6 +204,9 @@ async def test_several_models_on_one_engine(kit: Any, llama: Any, gemma3: Any) -
         ({"attention_mask": torch.ones(1, 4)}, "attention_mask"),
         ({"past_key_values": None}, "past_key_values"),
         ({"use_cache": False}, "use_cache"),
+        ({"token_healing": True}, "token_healing"),
+        ({"pixel_values": torch.zeros(1)}, "pixel_values"),  # F011: the KV of an image
+        ({"adapter_names": ["a"]}, "adapter_names"),  # F005: PEFT's adapters per row
     ],
 )
 async def test_refused_arguments(kit: Any, llama: Any, arguments: Any, word: str) -> None:
@@ -221,7 +223,8 @@ async def test_no_default_takes_the_cache_away(kit: Any) -> None:
     model = kit.make("llama")
     prompt = kit.ids(40)
     wanted = kit.plain(model, prompt)
-    given = transformers.GenerationConfig(use_cache=False, **GREEDY)
+    given = copy.deepcopy(model.generation_config)
+    given.update(use_cache=False, **GREEDY)
     async with kit.opened() as engine:
         kv = hf.attach(model, engine)
         await kv.generate(prompt, session="a", **GREEDY)
@@ -247,7 +250,8 @@ async def test_refused_through_a_generation_config(kit: Any, llama: Any) -> None
 async def test_refused_prompts(kit: Any, llama: Any) -> None:
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
-        for prompt, word in [("text", "tokenizer"), ([[1, 2], [3, 4]], "batch"), ([], "empty")]:
+        cases: list[tuple[Any, str]] = [("text", "tokenizer"), ([[1, 2], [3, 4]], "batch")]
+        for prompt, word in [*cases, ([], "empty"), ([1.5, 2.0], "integers")]:
             with pytest.raises(AttachError, match=word):
                 await kv.generate(prompt, session="a", **GREEDY)
         assert (await kv.generate([[1, 2, 3]], session="a", **GREEDY)).prompt_tokens == 3

@@ -101,6 +101,25 @@ async def test_a_store_that_fails_costs_the_next_turn_only(
         assert engine.sessions()[0].tokens == 52  # the history is kept all the same
 
 
+async def test_f005_a_model_that_changes_while_it_runs_stores_nothing(kit: Any) -> None:
+    model, ids = kit.make("llama"), kit.ids(40)
+
+    def switch(row: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.add_(1)
+        return scores
+
+    async with kit.opened() as engine:
+        kv = hf.attach(model, engine)
+        await kv.generate(ids, session="a", logits_processor=[switch], **GREEDY)
+        status = kv.status()
+        assert status.blocks_stored == 0
+        assert "the model changed" in str(status.reason)
+        assert engine.stats().tiers["host"].entries == 0
+        reply = await kv.generate(ids, session="a", **GREEDY)
+        assert (reply.reused_tokens, reply.output_ids) == (0, kit.plain(model, ids))
+
+
 async def test_each_layer_is_read_only_once_the_model_has_entered_it(
     kit: Any, model: Any, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+import anyio.to_thread
 import pytest
 
 from tests.backends.nvme_bench import Nvme
@@ -73,7 +74,15 @@ async def test_d6_other_versions_are_left_alone(version: object, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_fd_leaks")
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "tierkv-nvme", "version": 1}', "\0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[1]", '{"format": "tierkv-nvme", "version": 1}', "\0", "[" * 4096),
+        '{"format": "tierkv-nvme", "version": 1, "salt": 1.5, "segment_pages": 8}',
+        '{"format": "tierkv-nvme", "version": 1, "salt": 1, "segment_pages": "8"}',
+        '{"format": "tierkv-nvme", "version": 1, "salt": 1, "segment_pages": 1e30}',
+    ],
+)
 async def test_damaged_superblocks_are_refused(text: str, tmp_path: Path) -> None:
     async with Nvme().opened(tmp_path):
         pass
@@ -93,6 +102,61 @@ async def test_nobody_else_can_read_it(tmp_path: Path) -> None:
         assert "checkpoint" in modes
         assert set(modes.values()) == {0o600}
         assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+@pytest.mark.usefixtures("no_fd_leaks")
+@pytest.mark.parametrize(
+    "name", ["LOCK", "probe", "tierkv.json.tmp", "journal-000000000001", "segment-00000"]
+)
+async def test_planted_links_are_not_followed(name: str, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    root = tmp_path / "kv"
+    if name.startswith(("journal", "segment")):
+        async with Nvme().opened(tmp_path) as bench:
+            await bench.write(part(0, 5000))
+        (root / name).unlink()
+    else:
+        root.mkdir()
+    (root / name).symlink_to(precious)
+    with pytest.raises(BackendError, match=r"cannot (use|open)"):
+        async with Nvme().opened(tmp_path):
+            pass
+    assert precious.read_text() == "years of work"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+async def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 100))
+    os.chown(tmp_path / "kv", 1234, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.raises(BackendError, match="belongs to user 1234"):
+        async with Nvme().opened(tmp_path):
+            pass
+    monkeypatch.undo()
+    async with Nvme().opened(tmp_path) as bench:  # root may, but says so
+        assert await bench.read(part(0, 100)) == [contents(part(0, 100))]
+    assert "other users" in caplog.text
+
+
+async def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:  # pragma: no cover - another process
+            os.close(writer)
+            os.read(reader, 1)  # until the parent is done
+            os._exit(0)
+    try:
+        async with Nvme().opened(tmp_path) as bench:
+            assert await bench.write(part(0, 100)) == [OK]
+    finally:
+        os.close(writer)
+        os.close(reader)
+        await anyio.to_thread.run_sync(os.waitpid, child, 0)
 
 
 async def test_names_of_parts_and_tenants_are_in_no_file_name(tmp_path: Path) -> None:

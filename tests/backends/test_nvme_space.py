@@ -54,10 +54,12 @@ async def test_f061_capacity_is_kept_without_any_other_setting(tmp_path: Path) -
         assert await bench.read(*live) == [contents(p) for p in live]
 
 
-@pytest.mark.parametrize("nbytes", [8192, 40_000, 300_000])
-async def test_usable_bytes_can_be_counted_on(nbytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mebibytes", "nbytes"), [(1, 8192), (8, 40_000), (8, 300_000), (16, 49_152), (24, 40_960)]
+)
+async def test_usable_bytes_can_be_counted_on(mebibytes: int, nbytes: int, tmp_path: Path) -> None:
     """Frames whose charges sum up to ``usable_bytes`` are never FULL, also after long use."""
-    capacity = 1 << 20 if nbytes < 40_000 else 8 << 20
+    capacity = mebibytes << 20
     async with Nvme().opened(tmp_path, capacity) as bench:
         usable = bench.backend.stats().details["usable_bytes"]
         assert usable >= 0.8 * capacity

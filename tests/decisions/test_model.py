@@ -1,4 +1,4 @@
-"""The decision object against the naive one: every result equal, every invariant after each step."""
+"""The decision object against the naive one: equal results, every invariant after each step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.decisions.naive import Naive
 from tierkv.abc import StoredPart
 from tierkv.blocks import BlockKey, PartId
 from tierkv.decisions.core import Decisions
+from tierkv.decisions.log import LineLog, replay
 from tierkv.decisions.policy.lru import Lru
 from tierkv.decisions.types import (
     Demote,
@@ -64,10 +65,13 @@ def same(got: Sequence[Drop], expected: Sequence[Drop]) -> None:
     assert sorted(got, key=repr) == sorted(expected, key=repr)
 
 
-class Machine(RuleBasedStateMachine):
+class Stage(RuleBasedStateMachine):
+    """Both objects, what is open on them, and the calls that compare them."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.real = Decisions(TIERS, policy=Lru, tenants=TENANTS)
+        self.log = LineLog()
+        self.real = Decisions(TIERS, policy=Lru, tenants=TENANTS, log=self.log)
         self.rows: dict[PartId, int] = {}
         self.naive = Naive(TIERS, TENANTS, self.row)
         self.now = 0.0
@@ -86,6 +90,58 @@ class Machine(RuleBasedStateMachine):
 
     def resident(self) -> list[tuple[PartId, int, int]]:
         return [(p, t, g) for t in range(len(TIERS)) for p, g, _ in self.real.parts(t)]
+
+    def _reserve(
+        self,
+        tier: int,
+        wanted: list[StoreItem],
+        tenant: str,
+        session: str,
+        left: int | None,
+        demand: bool,
+        source: int | None,
+    ) -> Reservation:
+        got = self.real.reserve(
+            tier, wanted, tenant=tenant, now=self.now, session=session, demand=demand, source=source
+        )
+        slots, outcomes, drops, short = self.naive.reserve(
+            tier, wanted, tenant, self.now, left, demand, source
+        )
+        assert list(got.outcomes) == outcomes
+        same(got.drops, drops)
+        assert got.short == short
+        assert bool(got.id) == bool(slots)
+        if got.id:
+            self.naive.open[got.id] = (tier, source, slots)
+            self.open[got.id] = (got, wanted, chains.reserved(got), tenant)
+        self.remember()
+        return got
+
+    def _settle(
+        self, handle: int, share: int, saved: int, fine: bool, fail: bool, why: SkipReason
+    ) -> None:
+        _, wanted, left, _ = self.open[handle]
+        some = left[: max(1, len(left) * share // 10)]
+        if fail:
+            drops = self.real.rollback(handle, some, self.now, why)
+            same(drops, self.naive.rollback(handle, some, self.now, why))
+        else:
+            charges = [max(1, wanted[i].nbytes - saved) for i in some]
+            lossless = [wanted[i].lossless and fine for i in some]
+            drops = self.real.commit(handle, some, self.now, charges, lossless)
+            same(drops, self.naive.commit(handle, some, self.now, charges, lossless))
+        del left[: len(some)]
+        if not left:
+            del self.open[handle]
+
+    def _moves(self, got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+        same(got[0], expected[0])
+        assert list(got[1]) == list(expected[1])
+        self.demotes += got[1]
+
+
+class Machine(Stage):
+    """The rules: every call, with every kind of ending."""
 
     # ---------------------------------------------------------------- stores
 
@@ -158,32 +214,6 @@ class Machine(RuleBasedStateMachine):
         if got.id and at_once:
             self._settle(got.id, 10, 0, True, False, SkipReason.FAILED)
 
-    def _reserve(
-        self,
-        tier: int,
-        wanted: list[StoreItem],
-        tenant: str,
-        session: str,
-        left: int | None,
-        demand: bool,
-        source: int | None,
-    ) -> Reservation:
-        got = self.real.reserve(
-            tier, wanted, tenant=tenant, now=self.now, session=session, demand=demand, source=source
-        )
-        slots, outcomes, drops, short = self.naive.reserve(
-            tier, wanted, tenant, self.now, left, demand, source
-        )
-        assert list(got.outcomes) == outcomes
-        same(got.drops, drops)
-        assert got.short == short
-        assert bool(got.id) == bool(slots)
-        if got.id:
-            self.naive.open[got.id] = (tier, source, slots)
-            self.open[got.id] = (got, wanted, chains.reserved(got), tenant)
-        self.remember()
-        return got
-
     @precondition(lambda self: self.open)
     @rule(
         pick=PICK,
@@ -199,23 +229,6 @@ class Machine(RuleBasedStateMachine):
         """Commit or roll back some or all of a reservation."""
         handle = sorted(self.open)[pick % len(self.open)]
         self._settle(handle, share, saved, fine, fail, why)
-
-    def _settle(
-        self, handle: int, share: int, saved: int, fine: bool, fail: bool, why: SkipReason
-    ) -> None:
-        _, wanted, left, _ = self.open[handle]
-        some = left[: max(1, len(left) * share // 10)]
-        if fail:
-            drops = self.real.rollback(handle, some, self.now, why)
-            same(drops, self.naive.rollback(handle, some, self.now, why))
-        else:
-            charges = [max(1, wanted[i].nbytes - saved) for i in some]
-            lossless = [wanted[i].lossless and fine for i in some]
-            drops = self.real.commit(handle, some, self.now, charges, lossless)
-            same(drops, self.naive.commit(handle, some, self.now, charges, lossless))
-        del left[: len(some)]
-        if not left:
-            del self.open[handle]
 
     @rule(pick=PICK, goal=TIER, demand=st.booleans(), size=st.integers(1, 3))
     def copy(self, pick: int, goal: int, demand: bool, size: int) -> None:
@@ -265,6 +278,17 @@ class Machine(RuleBasedStateMachine):
         if found.lease:
             self.leases.append(found.lease)
 
+    @rule(tenant=NAMES, path=PATHS, how_far=st.integers(0, 2))
+    def cancelled(self, tenant: str, path: list[int], how_far: int) -> None:
+        """A caller that goes away leaves no trace (it only probes, so it moves no clock)."""
+        query = chains.query(chains.keys(path, tenant), groups=SPACES[tenant], touch=False)
+        look = self.real.begin_lookup(query, self.now)
+        if how_far:
+            assert self.real.advance(look, self.now)
+        if how_far == 2:
+            self.real.check()
+        self.real.abandon(look, self.now)
+
     @precondition(lambda self: self.leases)
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
@@ -273,11 +297,6 @@ class Machine(RuleBasedStateMachine):
         assert self.real.release(lease, self.now) == ()
 
     # ---------------------------------------------------------------- room, faults, time
-
-    def _moves(self, got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-        same(got[0], expected[0])
-        assert list(got[1]) == list(expected[1])
-        self.demotes += got[1]
 
     @rule(tier=TIER, nbytes=st.integers(1, 60), tenant=NAMES)
     def make_room(self, tier: int, nbytes: int, tenant: str) -> None:
@@ -349,7 +368,7 @@ class Machine(RuleBasedStateMachine):
         assert self.real.leases() == len(self.leases)
 
     def teardown(self) -> None:
-        """At rest nothing is held: no lease, no hold, no reserved byte."""
+        """At rest nothing is held, and the log of it all replays byte for byte."""
         for lease in self.leases:
             self.real.release(lease, self.now)
         for handle, (_, _, left, _) in self.open.items():
@@ -359,6 +378,8 @@ class Machine(RuleBasedStateMachine):
         self.real.cancel_demote(demotes, self.now)
         self.real.check()
         assert not self.real._at.busy
+        again = Decisions(TIERS, policy=Lru, tenants=TENANTS)
+        assert list(replay(self.log.lines, again)) == self.log.lines
         assert [self.real.reserved(t) for t in range(len(TIERS))] == [0, 0, 0]
 
 

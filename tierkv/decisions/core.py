@@ -7,24 +7,19 @@ therefore never cut a decision in half, and the offline replay drives this very 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tierkv.decisions.evicting import TICK_PARTS, Evictor
-from tierkv.decisions.figures import Figures
-from tierkv.decisions.lines import LOG_VERSION, format_line
-from tierkv.decisions.matching import Lookup, Matcher
-from tierkv.decisions.placement import Placement
+from tierkv.decisions.recording import Recorded
 from tierkv.decisions.recovery import recover
-from tierkv.decisions.storing import Storer
 from tierkv.decisions.types import SkipReason
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from tierkv.abc import Policy, StoredPart
+    from tierkv.abc import StoredPart
     from tierkv.blocks import PartId
-    from tierkv.decisions.lines import DecisionLog
+    from tierkv.decisions.matching import Lookup
     from tierkv.decisions.types import (
         Demote,
         Drop,
@@ -33,14 +28,12 @@ if TYPE_CHECKING:
         Query,
         Reservation,
         StoreItem,
-        TenantLimits,
-        TierLimits,
     )
 
 __all__ = ["Decisions"]
 
 
-class Decisions(Figures):
+class Decisions(Recorded):
     """Sans-IO core of an engine.
 
     Not thread-safe: one event loop (or one replay) drives it. O(log n) a block; with tenants that
@@ -58,61 +51,6 @@ class Decisions(Figures):
     Raises:
         ConfigError: if the tiers or limits contradict themselves.
     """
-
-    def __init__(
-        self,
-        tiers: Sequence[TierLimits],
-        *,
-        policy: Callable[[], Policy] | Sequence[Callable[[], Policy]],
-        tenants: Mapping[str, TenantLimits] | None = None,
-        default_limits: TenantLimits | None = None,
-        history: int = 65536,
-        log: DecisionLog | None = None,
-    ) -> None:
-        policies = (policy,) * len(tiers) if callable(policy) else tuple(policy)
-        if len(policies) != len(tiers):
-            raise ConfigError(f"{len(tiers)} tiers need as many policies, not {len(policies)}")
-        self._at = Placement(tiers, policies, tenants, default_limits, history)
-        self._matcher = Matcher(self._at)
-        self._evictor = Evictor(self._at)
-        self._storer = Storer(self._at, self._evictor)
-        self._header = {
-            "version": LOG_VERSION,
-            "tiers": list(tiers),
-            "policies": [partitions[0][1].name for partitions in self._at.partitions],
-            "tenants": dict(tenants or {}),
-            "default_limits": default_limits,
-            "history": history,
-        }
-        self._log: DecisionLog | None = None
-        if log is not None:
-            self.attach(log)
-
-    # ------------------------------------------------------------------ log
-
-    def attach(self, log: DecisionLog | None) -> None:
-        """Write every further call to ``log``, a header first; None stops it."""
-        self._log = log
-        if log is not None:
-            log.write(format_line("header", 0.0, (self._header,), None))
-
-    def _record(self, op: str, now: float, args: tuple[Any, ...], result: Any) -> None:
-        if self._log is not None:
-            self._log.write(format_line(op, now, args, result))
-
-    def _settle(self, now: float) -> None:
-        """Carry consequences on: holes, and the policies' idea of how much a tier holds."""
-        at = self._at
-        at.spread(TICK_PARTS)
-        for tier in at.tiers:
-            parts = at.measure(tier)
-            if parts is not None:
-                self._record("resize", now, (tier, parts), None)
-
-    def _tier(self, tier: int) -> int:
-        if not 0 <= tier < len(self._at.tiers):
-            raise ConfigError(f"there is no tier {tier}; the engine has {len(self._at.tiers)}")
-        return tier
 
     # ------------------------------------------------------------------ lookups
 
@@ -264,7 +202,13 @@ class Decisions(Figures):
     def make_room(
         self, tier: int, nbytes: int, *, tenant: str, now: float
     ) -> tuple[tuple[Drop, ...], tuple[Demote, ...]]:
-        """Free ``nbytes`` in a tier: clean copies go at once, dirty ones are to be demoted.
+        """Have ``nbytes`` free in a tier: clean copies go at once, dirty ones are to be demoted.
+
+        Args:
+            tier: Where.
+            nbytes: Bytes that shall be free in the end, what is free now included.
+            tenant: For whom; if it has a quota there, that much is left of it as well.
+            now: Time.
 
         Returns:
             Copies to free, and proposals. A proposed part is held until :meth:`dropped` (after it

@@ -7,9 +7,9 @@ import logging
 import time
 import warnings
 from contextlib import AsyncExitStack
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Self
 
+from tierkv import __version__
 from tierkv.buffers import Staging
 from tierkv.engine.compose import make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
@@ -43,6 +43,8 @@ _LOOPS = ("write-behind", "housekeeping")
 class Lifecycle:
     """What opens, keeps house and closes; :class:`~tierkv.engine.Engine` adds what users call."""
 
+    _core: Core | None = None  # of the class: __del__ also sees engines whose making failed
+
     def __init__(
         self,
         config: EngineConfig,
@@ -62,7 +64,7 @@ class Lifecycle:
         self.metrics = MetricsObserver(
             [t.name for t in config.tiers],
             self.snapshot,
-            version=version("tierkv-engine"),
+            version=__version__,
             workers=_LOOPS,
         )
         self._observer = observer or (self.metrics if config.metrics else NullObserver())
@@ -71,7 +73,6 @@ class Lifecycle:
             name=config.name,
             on_restart=lambda worker: self._observer.restarted(worker=worker),
         )
-        self._core: Core | None = None
         self._runtime: Runtime | None = None
         self._table: SessionTable | None = None
         self._server: Any = None

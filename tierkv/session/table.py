@@ -140,7 +140,7 @@ class SessionState:
                 if waiter.done() and not waiter.cancelled():
                     self._owner = None
                     self._hand_over()
-                else:
+                elif waiter in self._queue:  # else it was passed over, cancelled as it was
                     self._queue.remove(waiter)
                 raise
         self._owner = owner

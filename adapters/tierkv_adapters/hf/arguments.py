@@ -73,8 +73,8 @@ def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
             f"{', '.join(owned)}: the adapter builds ids, mask, cache and streamer itself; "
             "pass the prompt as text or token ids, and use stream() for tokens as they come"
         )
-    known = vars(GenerationConfig()).keys() | _OF_GENERATE | _UNSUPPORTED.keys()
-    foreign = sorted(arguments.keys() - known)
+    settings = vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
+    foreign = sorted(arguments.keys() - settings - _OF_GENERATE - _UNSUPPORTED.keys())
     if foreign:
         raise AttachError(
             f"{', '.join(foreign)}: not a setting of generation; an input of the model beside its "

@@ -63,6 +63,14 @@ class Attachment:
             self._bound = self._identity.readings, bound
             return bound
 
+    def unchanged(self, bound: Bound) -> bool:
+        """Whether the model still is what ``bound`` says; costs as :meth:`bind`, without a run."""
+        with self._lock:
+            try:
+                return self._identity() == bound.space.identity
+            except AttachError:
+                return False
+
     def refresh(self) -> None:
         """Read the weights again at the next request."""
         with self._lock:
@@ -101,7 +109,8 @@ class Attachment:
             done: Called at the end, on the loop.
         """
         tiers = [tier.name for tier in engine.config.tiers]
-        turn = Turn(self.model, self.tokenizer, engine.workers, tiers, self._counters, emit)
+        counters, still = self._counters, self.unchanged
+        turn = Turn(self.model, self.tokenizer, engine.workers, tiers, counters, emit, still)
 
         async def job() -> GenerateResult:
             try:

@@ -140,15 +140,18 @@ def _split(state: Weights, layers: list[Tuner]) -> tuple[Weights, dict[str, Weig
     owners = dict(pair for layer in layers for pair in layer.owned())
     base = Weights({}, {})
     adapters: dict[str, Weights] = {}
-    for kind, values in enumerate(state):
+    for kind in range(len(state)):
+        values: dict[str, Any] = state[kind]
         for name, value in values.items():
             owner = _owner(name, owners)
             if owner is None:
                 # as in the model before it was wrapped
-                plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-                base[kind][plain] = value  # type: ignore[assignment]
+                name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+                home = base
             else:
-                adapters.setdefault(owner, Weights({}, {}))[kind][name] = value  # type: ignore[assignment]
+                home = adapters.setdefault(owner, Weights({}, {}))
+            into: dict[str, Any] = home[kind]
+            into[name] = value
     return base, adapters
 
 

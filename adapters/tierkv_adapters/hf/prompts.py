@@ -7,6 +7,7 @@ tokenizer that merges across the seam, would silently invalidate the stored pref
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import AttachError
@@ -67,7 +68,10 @@ def _ids(prompt: Any) -> list[int]:
                 f"a batch of {len(rows)} prompts is not supported yet: call generate once for each"
             )
         rows = list(rows[0])
-    return [int(token) for token in rows]
+    try:
+        return [index(token) for token in rows]
+    except TypeError as error:
+        raise AttachError(f"token ids must be integers: {error}") from error
 
 
 def _plain(text: str, history: Sequence[int], tokenizer: Any) -> list[int]:

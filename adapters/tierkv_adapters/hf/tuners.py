@@ -51,8 +51,7 @@ class Tuner(NamedTuple):
         """Pairs (path in the model, adapter) of what belongs to one adapter."""
         for name, holder in _holders(self.layer):
             if isinstance(holder, torch.nn.Module):
-                for adapter in holder.keys():  # noqa: SIM118 - a module is no mapping
-                    yield f"{self.path}.{name}.{adapter}", adapter
+                yield from ((f"{self.path}.{name}.{adapter}", adapter) for adapter in _keys(holder))
 
     def settings(self, adapter: str) -> Iterator[tuple[str, Any]]:
         """Numbers, texts and tensors outside the weights that an adapter depends on here."""
@@ -94,9 +93,13 @@ def _read(path: str, layer: Any) -> Tuner:
         raise AttachError(
             f"adapters {list(merged)} are merged into {path} and disabled at once: unmerge them"
         )
-    held = {adapter for _, holder in _holders(layer) for adapter in holder.keys()}  # noqa: SIM118
+    held = {adapter for _, holder in _holders(layer) for adapter in _keys(holder)}
     active = () if merged or disabled else tuple(name for name in chosen if name in held)
     return Tuner(path, layer, active, merged)
+
+
+def _keys(holder: Any) -> tuple[str, ...]:
+    return tuple(holder.keys())
 
 
 def _holders(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -112,7 +115,7 @@ def _holders(layer: Any) -> Iterator[tuple[str, Any]]:
 def adapter_config(model: Any, adapter: str) -> dict[str, Any]:
     """Settings of an adapter as PEFT keeps them for the whole model; empty without PEFT."""
     config = _configs(model).get(adapter)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    values = {} if config is None else config.to_dict()
     return {name: value for name, value in values.items() if name not in _IGNORED_CONFIG}
 
 

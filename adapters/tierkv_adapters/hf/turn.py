@@ -137,7 +137,9 @@ class Turn:
         tiers: Sequence[str],
         counters: Counters,
         emit: Callable[[int], None],
+        unchanged: Callable[[Bound], bool],
     ) -> None:
+        self._unchanged = unchanged
         self._model = model
         self._tokenizer = tokenizer
         self._workers = workers
@@ -213,7 +215,11 @@ class Turn:
                     self._counters.why_not_reused = why
             break
         self._counters.reused += tokens // bound.space.block_tokens
-        await self._store(session, output)
+        if await self._workers.run_long(self._unchanged, bound):
+            await self._store(session, output)
+        else:
+            # whose KV this is, nobody can tell: adapters were switched while the model ran
+            self._counters.why_not_stored = "the model changed during the call"
         session.state.chain.follow(output)  # the last token has no KV yet, but it was said
         reply = output[len(ids) :]
         slowest = max(by_tier, key=self._tiers.index) if by_tier else None

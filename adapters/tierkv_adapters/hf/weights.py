@@ -72,15 +72,8 @@ def _take_tensor(name: str, tensor: torch.Tensor, found: Weights) -> None:
     if tensor.is_meta:
         raise AttachError(f"{name} is not in memory (offloaded): load the whole model first")
     if tensor.is_quantized:
-        found.facts[name] = str(tensor.qscheme())
-        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            found.facts[f"{name}.scale"] = repr((tensor.q_scale(), tensor.q_zero_point()))
-        else:
-            found.facts[f"{name}.axis"] = repr(tensor.q_per_channel_axis())
-            found.tensors[f"{name}.scales"] = tensor.q_per_channel_scales()
-            found.tensors[f"{name}.zeros"] = tensor.q_per_channel_zero_points()
-        found.tensors[name] = tensor.int_repr()
-    elif hasattr(tensor, "__tensor_flatten__"):
+        raise AttachError(f"{name} is of torch's own quantised type, which is not supported")
+    if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         found.facts[name] = f"{type(tensor).__qualname__} {tuple(tensor.shape)} {context!r}"
         for inner in names:

@@ -75,7 +75,7 @@ class NvmeBackend(Backend):
         if not 1 <= segment < 2**32:
             raise ConfigError(f"tier {tier.name!r}: a segment has at least {PAGE} bytes")
         self.name = tier.name
-        step = min(max(capacity // 64, 16 << 10), 256 << 10) // PAGE * PAGE
+        step = min(max(capacity // 128, 16 << 10), 256 << 10) // PAGE * PAGE
         self._settings = Settings(tier.name, tier.root, capacity, segment, mode, step)
         self._store: Store | None = None
         self._threads: Threads | None = None

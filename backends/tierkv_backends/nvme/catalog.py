@@ -231,24 +231,23 @@ class Catalog:
             if self._checkpointing or self._journal.used < due:
                 return
             self._checkpointing = True
-            try:
-                self._journal.rotate()
-            except OSError as error:
-                self._postpone(error)
-                return
-            number = self._journal.number
-            with self._space.lock:
-                live = list(self._index.values())
         try:
+            with self._journal_lock:
+                self._journal.rotate()
+                number = self._journal.number
+                with self._space.lock:
+                    live = list(self._index.values())
             self._journal.publish(live, number)
         except OSError as error:
-            self._postpone(error)
-            return
-        with self._journal_lock:
-            self._checkpointing = False
+            _log.error("nvme: no checkpoint could be written, the journal goes on: %s", error)
+            self._retry_at = self._journal.used + self._space.metadata.step
+        else:
             self._retry_at = 0
             self.checkpoints += 1
-        self.refresh_disk()
+        finally:
+            self._checkpointing = False
+        with contextlib.suppress(OSError):  # it can be counted later; the frames are written
+            self.refresh_disk()
 
     def refresh_disk(self) -> None:
         """Count the real bytes of everything under the root that is no segment."""
@@ -299,11 +298,6 @@ class Catalog:
     def _delete_record(self, record: bytes) -> bytes:
         part, generation = records.part_of(record), records.generation_of(record)
         return records.encode_delete(part, generation, self._journal.next_sequence(), self._salt)
-
-    def _postpone(self, error: OSError) -> None:
-        _log.error("nvme: no checkpoint could be written, the journal goes on: %s", error)
-        self._retry_at = self._journal.used + self._space.metadata.step
-        self._checkpointing = False
 
 
 def _pages_of(record: bytes) -> int:

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from tierkv_backends.nvme import records
-from tierkv_backends.nvme.transfer import write_all
+from tierkv_backends.nvme.transfer import open_at, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,7 +96,8 @@ class Journal:
             self._sequence = max(map(records.sequence_of, latest.values()))
         if names:
             self._number = int(names[-1].split("-")[1])
-            self._attach(os.open(names[-1], os.O_RDWR | os.O_CLOEXEC, dir_fd=self._root), end)
+            self._attach(open_at(self._root, names[-1], os.O_RDWR), end)
+            self._new_name = True  # by a process that may have died before it was synced
         else:
             self._start(1)
         return {part: record for part, record in latest.items() if records.is_put(record)}
@@ -140,8 +141,7 @@ class Journal:
         Raises:
             OSError: if it cannot be written; the old checkpoint and the journals then stay.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(_TEMPORARY, flags, 0o600, dir_fd=self._root)
+        fd = open_at(self._root, _TEMPORARY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             _write_joined(fd, live)
             os.fsync(fd)
@@ -164,8 +164,7 @@ class Journal:
             self._fd = -1
 
     def _start(self, number: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(_name(number), flags, 0o600, dir_fd=self._root)
+        fd = open_at(self._root, _name(number), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             os.posix_fallocate(fd, 0, self._step)
         except OSError:
@@ -183,7 +182,7 @@ class Journal:
 
     def _contents(self, name: str) -> bytes:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._root)
+            fd = open_at(self._root, name, os.O_RDONLY)
         except FileNotFoundError:
             return b""
         with open(fd, "rb", buffering=0) as file:

@@ -69,8 +69,9 @@ def encode_put(stored: StoredPart, extents: Sequence[Extent], sequence: int, sal
     """
     parent = stored.parent
     tenant = stored.tenant.encode("utf-8", "surrogatepass")
-    if len(stored.part) != PART_BYTES or len(stored.root) != KEY_BYTES:
-        raise BackendError("nvme", f"malformed part name or root of part {stored.part.hex()}")
+    keys = (stored.root,) if parent is None else (stored.root, parent)
+    if len(stored.part) != PART_BYTES or any(len(key) != KEY_BYTES for key in keys):
+        raise BackendError("nvme", f"malformed name, root or parent of part {stored.part.hex()}")
     length = _EXTENTS_AT + len(extents) * _EXTENT.size + len(tenant)
     units = -(-length // UNIT)
     if units > _MAX_UNITS or len(tenant) >= 2**16:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 from dataclasses import asdict, dataclass
@@ -13,7 +14,9 @@ from typing import Any, Final
 
 from tierkv.buffers import Arena
 from tierkv.errors import BackendError, RootLockedError
-from tierkv_backends.nvme.transfer import PAGE, write_all
+from tierkv_backends.nvme.transfer import PAGE, open_at, write_all
+
+_log = logging.getLogger("tierkv.nvme")
 
 __all__ = ["LOCK", "SUPERBLOCK", "Root", "Superblock"]
 
@@ -70,6 +73,7 @@ class Root:
         self.fd = self._open_directory()
         try:
             self._refuse_foreign()
+            self._check_owner()
             self._read_superblock()  # another version is refused before anything is touched
             self._lock = self._take_lock()
             os.fchmod(self.fd, 0o700)
@@ -83,7 +87,10 @@ class Root:
 
     def close(self) -> None:
         """Give the root up. Idempotent."""
-        for fd in (self.fd, self._lock):  # the lock goes with its descriptor
+        if self._lock >= 0:
+            # closing alone would leave it to a forked child, which has the descriptor too
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        for fd in (self.fd, self._lock):
             if fd >= 0:
                 os.close(fd)
         self.fd = self._lock = -1
@@ -94,12 +101,11 @@ class Root:
         Raises:
             OSError: if not even a plain file can be written.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        os.close(os.open(_PROBE, flags, 0o600, dir_fd=self.fd))
+        os.close(open_at(self.fd, _PROBE, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
         page = Arena(PAGE).allocate(PAGE)
         assert page is not None
         try:
-            fd = os.open(_PROBE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = open_at(self.fd, _PROBE, os.O_RDWR | os.O_DIRECT)
             try:
                 os.pwritev(fd, [page.memory], 0)
                 return os.preadv(fd, [page.memory], 0) == PAGE
@@ -133,8 +139,22 @@ class Root:
                 "give it a directory of its own",
             )
 
+    def _check_owner(self) -> None:
+        info, own = os.fstat(self.fd), os.geteuid()
+        if own and info.st_uid != own:
+            raise BackendError(
+                self._tier,
+                f"{self.path!r} belongs to user {info.st_uid}; give it a directory of your own",
+            )
+        if (info.st_uid != own or info.st_mode & 0o022) and os.listdir(self.fd):
+            _log.warning(
+                "tier %r: other users could write into %r; it is private from now on",
+                self._tier,
+                self.path,
+            )
+
     def _take_lock(self) -> int:
-        fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        fd = open_at(self.fd, LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -153,14 +173,14 @@ class Root:
 
     def _read_superblock(self) -> Superblock | None:
         try:
-            fd = os.open(SUPERBLOCK, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = open_at(self.fd, SUPERBLOCK, os.O_RDONLY)
         except FileNotFoundError:
             return None
         with open(fd, "rb") as file:
             text = file.read(PAGE)
         try:
             return self._parse(json.loads(text))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise BackendError(
                 self._tier,
                 f"{self.path}/{SUPERBLOCK} cannot be read ({error}); the directory is left as it "
@@ -177,15 +197,16 @@ class Root:
                 f"{_VERSION}; use another directory, or remove this one yourself",
             )
         block = Superblock(**values)
-        if not 0 <= int(block.salt) < 2**64 or int(block.segment_pages) < 1:
-            raise ValueError("salt or segment_pages out of range")
+        for name, low, high in (("salt", 0, 2**64), ("segment_pages", 1, 2**32)):
+            value = getattr(block, name)
+            if type(value) is not int or not low <= value < high:
+                raise ValueError(f"{name} is {value!r}")
         return block
 
     def _make_superblock(self, segment_pages: int) -> Superblock:
         block = Superblock(_FORMAT, _VERSION, secrets.randbits(64), segment_pages)
         temporary = SUPERBLOCK + ".tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600, dir_fd=self.fd)
+        fd = open_at(self.fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(fd, json.dumps(asdict(block)).encode() + b"\n", 0)
             os.fsync(fd)

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 from tierkv.buffers import Arena
 from tierkv.extents import Extent
-from tierkv_backends.nvme.transfer import PAGE, Piece, move
+from tierkv_backends.nvme.transfer import PAGE, Piece, move, open_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Segments"]
 
-_NAME: Final = re.compile(r"segment-(\d{5})")
+_NAME: Final = re.compile(r"segment-(\d{5,})")
 _ZEROS: Final = 1 << 20
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
@@ -46,7 +46,7 @@ class Segments:
     def __init__(self, root: int, segment_pages: int, *, direct: bool) -> None:
         self._root = root
         self.segment_pages = segment_pages
-        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._fds: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._files_lock = threading.Lock()  # a file is not closed while somebody looks at all
@@ -58,10 +58,13 @@ class Segments:
             for name in os.listdir(root):
                 match = _NAME.fullmatch(name)
                 if match is not None:
-                    self._fds[int(match[1])] = os.open(name, self._flags, dir_fd=root)
+                    self._fds[int(match[1])] = open_at(root, name, self._flags)
         except BaseException:
             self.close()
             raise
+        # what a process wrote that died since may be in the page cache only: the next sync counts
+        self._dirty.update(self._fds)
+        self._new_names = bool(self._fds)
 
     def __len__(self) -> int:
         return len(self._fds)
@@ -169,7 +172,7 @@ class Segments:
         fd = self._fds.get(index)
         if fd is None:
             name = _name(index)
-            fd = os.open(name, self._flags | os.O_CREAT, 0o600, dir_fd=self._root)
+            fd = open_at(self._root, name, self._flags | os.O_CREAT)
             with self._files_lock:
                 self._fds[index] = fd
                 self._new_names = True

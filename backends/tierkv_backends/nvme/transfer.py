@@ -19,7 +19,7 @@ import numpy as np
 from tierkv.abc import IoResult, IoStatus
 from tierkv.buffers import Arena, ArenaBuffer
 
-__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "failure", "move", "write_all"]
+__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "failure", "move", "open_at", "write_all"]
 
 PAGE: Final = 4096
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
@@ -165,6 +165,16 @@ class Transfer:
             elif step.copy_to is not None:
                 _copy(step.piece.memory[:wanted], step.copy_to)
             done = max(0, done - size)
+
+
+def open_at(root: int, name: str, flags: int) -> int:
+    """Open a file of a root directory; private if it is made.
+
+    Raises:
+        OSError: also if ``name`` is a symbolic link: whoever could put it there must not choose
+            which file of ours is written.
+    """
+    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root)
 
 
 def move(
