@@ -189,7 +189,7 @@ class Planes(BytesCodec):
         header = bytearray([width])
         for plane, worth in zip(planes, coded, strict=True):
             packed = _own.compressor.compress(plane.data) if worth and count > _MIN_PLANE else b""
-            used = 0 < len(packed) < count
+            used = 0 < len(packed) < count - count // 32  # worth decoding from 3 % on
             header += (len(packed) if used else 0).to_bytes(4, "little")
             stored.append(np.frombuffer(packed, np.uint8) if used else plane)
         pieces = [np.frombuffer(header, np.uint8), *stored, source[count * width :]]

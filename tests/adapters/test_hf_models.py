@@ -250,8 +250,9 @@ def test_lengths_are_not_believed() -> None:
     huge_string = head + struct.pack("<Q", 1 << 62) + b"x"
     huge_array = head + text("key") + struct.pack("<IIQ", 9, 8, 1 << 60)
     wrong_kind = head + text("key") + struct.pack("<I", 99)
+    unaligned = head + text("general.alignment") + struct.pack("<II", 4, 0)
     old = struct.pack("<4sIQQ", b"GGUF", 2, 0, 0)
-    for data in (huge_string, huge_array, wrong_kind, old, b"GGML" + bytes(20)):
+    for data in (huge_string, huge_array, wrong_kind, unaligned, old, b"GGML" + bytes(20)):
         with pytest.raises(IntegrityError):
             GGUFFile(data)
 

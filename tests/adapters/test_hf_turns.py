@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
+import torch
 
 import tierkv
 from tierkv.blocks import KeyChain, part_id

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import random
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,11 +19,8 @@ from tierkv.extents import Extent
 from tierkv.testing.bench import contents, part
 from tierkv.testing.crash import disk_usage
 from tierkv_backends.nvme import records
-from tierkv_backends.nvme.journal import Journal
-from tierkv_backends.nvme.segments import Segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from tierkv.abc import StoredPart
@@ -326,61 +321,3 @@ def test_scan_survives_any_damage(parts: list[StoredPart], rng: random.Random) -
     found, end, _ = records.scan(bytes(data), 7)
     assert set(found) <= set(made), "never a record that nobody wrote"
     assert end <= len(data)
-
-
-async def test_flush_covers_what_an_earlier_process_left_in_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fill(tmp_path, 40, 50_000)
-    synced: set[str] = set()
-    data, whole = os.fdatasync, os.fsync
-
-    def noting(sync: Callable[[int], None], fd: int) -> None:
-        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        sync(fd)
-
-    monkeypatch.setattr(os, "fdatasync", partial(noting, data))
-    monkeypatch.setattr(os, "fsync", partial(noting, whole))
-    async with Nvme().opened(tmp_path) as bench:
-        await bench.backend.flush()
-        wanted = {p.name for p in (tmp_path / "kv").iterdir()} - {"LOCK", "tierkv.json"}
-        assert len(wanted) > 3
-        assert synced >= wanted - {"checkpoint"} | {"kv"}  # a checkpoint is synced as it is made
-
-
-async def test_a_checkpoint_that_breaks_is_made_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish, broken = Journal.publish, [MemoryError("no room for it")]
-
-    def once(self: Journal, live: Iterable[bytes], before: int) -> None:
-        if broken:
-            raise broken.pop()
-        publish(self, live, before)
-
-    monkeypatch.setattr(Journal, "publish", once)
-    async with Nvme().opened(tmp_path) as bench:
-        more = 0
-        with contextlib.suppress(MemoryError):
-            while broken:
-                more += 1
-                await bench.write(part(0, 100, more))
-        while not bench.backend.stats().details["checkpoints"] and more < 5000:
-            more += 1
-            assert await bench.write(part(0, 100, more)) == [OK]
-        assert bench.backend.stats().details["checkpoints"] >= 1
-        assert await bench.read(part(0, 100, more)) == [contents(part(0, 100, more))]
-
-
-async def test_segments_of_any_number_are_found_again(tmp_path: Path) -> None:
-    root = os.open(tmp_path, os.O_RDONLY)
-    try:
-        for _ in range(2):
-            segments = Segments(root, 1, direct=False)
-            segments.back(Extent(123_456, 1))
-            segments.close()
-        again = Segments(root, 1, direct=False)
-        assert again.indices() == [123_456]
-        again.close()
-    finally:
-        os.close(root)

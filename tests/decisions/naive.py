@@ -117,25 +117,33 @@ class Naive(Making):
             evictable = self.capacity[tier] - self.reserved(tier) - self.pinned(tier)
             if evictable < item.nbytes:
                 return SkipReason.FULL
-            if call.demand and quota is None and call.session_left is None:
-                later = call.items[number + 1 :]
-                wish.target += sum(i.nbytes for i in later if self.is_new(i, tier, call.source))
-            wish.target = min(wish.target, evictable)
+            if quota is None and call.session_left is None:
+                later = [i for i in call.items[number + 1 :] if self.is_new(i, tier, call.source)]
+                wish.target = min(item.nbytes + sum(i.nbytes for i in later), evictable)
+                if later and not call.demand:
+                    coldest = min(self.last_use(i) for i in [item, *later])
+                    first = Wish(tier, wish.target, owner, before=coldest)
+                    self.make(first, call.now)
+                    call.drops += first.drops
+                    wish.target = item.nbytes
         return None if self.granted(call, wish, item) else SkipReason.FULL
 
     def granted(self, call: Call, wish: Wish, item: StoreItem) -> bool:
         if self.missing(wish) <= 0:
             return True
-        part = self.parts.get(item.part)
         if call.guarded is None:
             call.guarded = self.guard(call.items, call.tier)
         if not call.demand:
-            wish.before = part.touched if part is not None and part.copies else -1
+            wish.before = self.last_use(item)
         done = self.make(wish, call.now)
         done = done or (not wish.own and self.room(call.tier) >= item.nbytes)
         call.drops += wish.drops
         call.dirty = call.dirty or (not done and wish.dirty and call.demand)
         return done
+
+    def last_use(self, item: StoreItem) -> int:
+        part = self.parts.get(item.part)
+        return part.touched if part is not None and part.copies else -1
 
     def pinned(self, tier: int) -> int:
         in_use = [p for p in self.everyone() if p.uses]

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from tierkv.session import StoreResult
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """One loop is enough for what does not depend on it."""
+    return "asyncio", {"use_uvloop": False}
+
+
 SPACE = kit.space()
 FRAME = 12 * 1024  # what one block of SPACE takes in a tier
 

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from tierkv import Engine
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """One loop is enough for what does not depend on it."""
+    return "asyncio", {"use_uvloop": False}
+
+
 BLOCKS = 3
 LORA_A = AdapterId("a", "v1")
 

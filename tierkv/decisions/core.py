@@ -271,14 +271,14 @@ class Decisions(Recorded):
         It is gone for lookups at once. If it is leased, its bytes come out of :meth:`release` or
         :meth:`tick` when the last lease has ended.
         """
-        drops = tuple(self._evictor.invalidate(part, self._tier(tier), generation, reason, now))
+        drops = tuple(self._at.invalidate(part, self._tier(tier), generation, reason, now))
         self._record("invalidate", now, (part, tier, generation, reason), drops)
         self._settle(now)
         return drops
 
     def forget(self, parts: Sequence[PartId], reason: EvictReason, now: float) -> tuple[Drop, ...]:
         """Forget every copy of some parts, for example a session's private tail."""
-        drops = tuple(self._evictor.forget(parts, reason, now))
+        drops = tuple(self._at.forget(parts, reason, now))
         self._record("forget", now, (parts, reason), drops)
         self._settle(now)
         return drops

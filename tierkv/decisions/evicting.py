@@ -149,6 +149,8 @@ class Evictor:
             fits = index.charge[tier][row] <= self._at.ledger.capacity[target]
             if fits and not mask >> target & 1:
                 return target
+        if tier == len(self._at.tiers) - 1:
+            return _DROP  # what children elsewhere keep is not offered there
         return _KEEP if mask == 1 << tier and index.has_live_child(row) else _DROP
 
     def _drop(self, row: int, room: Room, now: float) -> int:
@@ -282,32 +284,6 @@ class Evictor:
         room = Room(tier, 0, reason=EvictReason.SHRUNK, propose=True)
         self.make(room, now)
         return (*drops, *room.drops), tuple(room.demotes)
-
-    # ------------------------------------------------------------------ faults and owners
-
-    def invalidate(
-        self, part: PartId, tier: int, generation: int, reason: EvictReason, now: float
-    ) -> list[Drop]:
-        """See :meth:`Decisions.invalidate`."""
-        index = self._at.index
-        drops = self._at.collect()
-        row = index.rows.get(part, NO_ROW)
-        if row >= 0 and index.resident[row] >> tier & 1 and index.generation[row] == generation:
-            drop = self._at.drop(row, tier, reason, now)
-            drops += [drop] if drop is not None else []
-        return drops
-
-    def forget(self, parts: Sequence[PartId], reason: EvictReason, now: float) -> list[Drop]:
-        """See :meth:`Decisions.forget`."""
-        at, index = self._at, self._at.index
-        drops = at.collect()
-        for part in parts:
-            for tier in at.tiers:
-                row = index.rows.get(part, NO_ROW)
-                if row >= 0 and index.resident[row] >> tier & 1:
-                    drop = at.drop(row, tier, reason, now)
-                    drops += [drop] if drop is not None else []
-        return drops
 
     # ------------------------------------------------------------------ time
 

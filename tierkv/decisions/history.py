@@ -29,6 +29,8 @@ MISS_OF_EVICTION: Final = {
 _REASONS: Final = tuple(MissReason)
 _NUMBER: Final = {reason: number for number, reason in enumerate(_REASONS)}
 
+_EVICTED: Final = _NUMBER[MissReason.EVICTED]
+
 
 class Departure(NamedTuple):
     """Why, from which tier and when a part's last copy left (or why it was not stored)."""
@@ -69,7 +71,8 @@ class History:
             if slots.get(older) == slot:
                 del slots[older]
             parts[slot] = part
-        self._why[slot] = _NUMBER[reason] << 3 | tier
+        number = _EVICTED if reason is MissReason.EVICTED else _NUMBER[reason]
+        self._why[slot] = number << 3 | tier
         self._time[slot] = now
         slots[part] = slot
 

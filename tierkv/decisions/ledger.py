@@ -27,13 +27,13 @@ class Ledger:
         entries: Resident copies.
         names: Names of the tenants seen, by number.
         tenants: Number of each tenant seen.
+        unlimited: Whether no tenant has any limits.
     """
 
     __slots__ = (
         "_default",
         "_limits",
         "_usage",
-        "_without",
         "capacity",
         "entries",
         "leaving",
@@ -42,6 +42,7 @@ class Ledger:
         "reserved",
         "tenants",
         "tiers",
+        "unlimited",
         "used",
     )
 
@@ -62,7 +63,7 @@ class Ledger:
         self.tenants: dict[str, int] = {}
         self._limits = dict(tenants or {})
         self._default = default
-        self._without = not self._limits and default is None
+        self.unlimited = not self._limits and default is None
         self._usage: list[list[int]] = []
         self._check_limits()
 
@@ -101,7 +102,7 @@ class Ledger:
 
     def quota(self, tenant: int, tier: int) -> int | None:
         """Most bytes that a tenant may use in a tier, or None."""
-        if self._without:
+        if self.unlimited:
             return None
         limits = self.limits(tenant)
         return limits.quota.get(self.tiers[tier].name) if limits else None

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.history import MISS_OF_EVICTION
-from tierkv.decisions.index import ORPHAN, PRIVATE
+from tierkv.decisions.index import NO_ROW, ORPHAN, PRIVATE
 from tierkv.decisions.standing import Standing
-from tierkv.decisions.types import Drop, EvictReason
+from tierkv.decisions.types import Drop, EvictReason, MissReason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierkv.blocks import PartId
 
 __all__ = ["Placement"]
@@ -65,25 +67,28 @@ class Placement(Standing):
             return
         del self.busy[row]
         index, pinned = self.index, self.ledger.pinned
-        mask, tier = index.resident[row], 0
-        while mask:
-            if mask & 1:
+        mask = left = index.resident[row]
+        tier, leaf = 0, False
+        while left:
+            if left & 1:
                 pinned[tier] -= index.charge[tier][row]
-            mask >>= 1
+                leaf = leaf or not index.children[tier][row]
+            left >>= 1
             tier += 1
         if self.deferred and row in self.deferred:
             for drop in self.deferred.pop(row):
                 pinned[drop.tier] -= drop.nbytes
                 self.ready.append((index.tenant[row], drop))
-        if index.resident[row]:
+        if leaf:
             self.refresh(row)
-        else:
+        elif not mask:
             self.prune(row)
 
     def hold(self, row: int) -> None:
         """Pin a row for a copy or a demotion under way."""
         self.pin(row)
-        self.holds[row] = self.holds.get(row, 0) + 1
+        holds = self.holds
+        holds[row] = holds[row] + 1 if row in holds else 1
 
     def unhold(self, row: int) -> None:
         """Undo one :meth:`hold`."""
@@ -174,4 +179,32 @@ class Placement(Standing):
     def _depart(self, row: int, part: PartId, tier: int, reason: EvictReason, now: float) -> None:
         # tails come and go with every turn: they would crowd the history
         if reason is not EvictReason.REMOVED or not self.index.flags[row] & PRIVATE:
-            self.history.note(part, MISS_OF_EVICTION[reason], tier, now)
+            plain = reason is EvictReason.CAPACITY  # by far the most frequent: no look-up
+            why = MissReason.EVICTED if plain else MISS_OF_EVICTION[reason]
+            self.history.note(part, why, tier, now)
+
+    # ------------------------------------------------------------------ faults and owners
+
+    def invalidate(
+        self, part: PartId, tier: int, generation: int, reason: EvictReason, now: float
+    ) -> list[Drop]:
+        """See :meth:`Decisions.invalidate`."""
+        index = self.index
+        drops = self.collect()
+        row = index.rows.get(part, NO_ROW)
+        if row >= 0 and index.resident[row] >> tier & 1 and index.generation[row] == generation:
+            drop = self.drop(row, tier, reason, now)
+            drops += [drop] if drop is not None else []
+        return drops
+
+    def forget(self, parts: Sequence[PartId], reason: EvictReason, now: float) -> list[Drop]:
+        """See :meth:`Decisions.forget`."""
+        index = self.index
+        drops = self.collect()
+        for part in parts:
+            for tier in self.tiers:
+                row = index.rows.get(part, NO_ROW)
+                if row >= 0 and index.resident[row] >> tier & 1:
+                    drop = self.drop(row, tier, reason, now)
+                    drops += [drop] if drop is not None else []
+        return drops

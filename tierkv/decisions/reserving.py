@@ -50,6 +50,7 @@ class Request:
         guarded: Rows of the chain that are pinned while room is made.
         refused: Bytes of the items refused since dirty parts were found in the way.
         dirty: Whether dirty parts were in the way.
+        unlimited: Whether neither tenants nor the session have limits.
     """
 
     tier: int
@@ -65,6 +66,7 @@ class Request:
     guarded: list[int] | None = None
     refused: int = 0
     dirty: bool = False
+    unlimited: bool = False
 
 
 class Reserver:
@@ -84,6 +86,7 @@ class Reserver:
     def decide(self, request: Request) -> list[Outcome]:
         """Decide about a chain, parents first."""
         at = self._at
+        request.unlimited = at.ledger.unlimited and request.session_left is None
         if request.source is None:
             at.clock += len(request.items)
         outcomes: list[Outcome] = []
@@ -125,14 +128,23 @@ class Reserver:
                 return known
         elif request.source is not None:
             return Outcome(0, SkipReason.FAILED)
-        skip = self._refuse(row, item, request)
-        if skip is not None:
-            if skip in (SkipReason.TENANT_QUOTA, SkipReason.SESSION_QUOTA):
-                row = index.rows.get(item.part, NO_ROW)
-                if row < 0 or not index.resident[row]:
-                    at.history.note(item.part, MissReason.QUOTA, request.tier, request.now)
-            return Outcome(0, skip)
-        return self._accept(number, item, parent, request)
+        ledger, tier = at.ledger, request.tier
+        room = ledger.capacity[tier] - ledger.used[tier] - ledger.reserved[tier]
+        if item.nbytes > room or not request.unlimited:
+            skip = self._refuse(row, item, request)
+            if skip is not None:
+                self._note(item.part, skip, request)
+                return Outcome(0, skip)
+            row = index.rows.get(item.part, NO_ROW)  # room may have been made with its own row
+        return self._accept(row, number, item, parent, request)
+
+    def _note(self, part: PartId, skip: SkipReason, request: Request) -> None:
+        """Remember that a quota kept a part out."""
+        if skip in (SkipReason.TENANT_QUOTA, SkipReason.SESSION_QUOTA):
+            index = self._at.index
+            row = index.rows.get(part, NO_ROW)
+            if row < 0 or not index.resident[row]:
+                self._at.history.note(part, MissReason.QUOTA, request.tier, request.now)
 
     def _known(self, row: int, item: StoreItem, number: int, request: Request) -> Outcome | None:
         """Outcome for a part that has a row, or None if it is to be stored."""
@@ -157,13 +169,14 @@ class Reserver:
     def _clock(number: int, item: StoreItem, request: Request) -> int:
         # the root of a chain ends up as the most recent part; parts that stand alone (states,
         # windows) count for the more the later they are
-        count = len(request.items)
-        alone = item.parent is None and not (
-            number + 1 < count and request.items[number + 1].parent == item.part
-        )
         if request.source is not None:
             return max(0, request.clock - number)
-        return request.clock + (number + 1 if alone else count - number)
+        count = len(request.items)
+        if item.parent is None and (
+            number + 1 == count or request.items[number + 1].parent != item.part
+        ):
+            return request.clock + number + 1
+        return request.clock + count - number
 
     def _refuse(self, row: int, item: StoreItem, request: Request) -> SkipReason | None:
         """Make room for an item, or say why there is none."""
@@ -178,25 +191,28 @@ class Reserver:
         if over and not self._make(nbytes, tenant, row, request, own=True):
             return SkipReason.TENANT_QUOTA
         if ledger.capacity[tier] - ledger.used[tier] - ledger.reserved[tier] < nbytes:
-            rest = nbytes
-            if request.demand and quota is None and request.session_left is None:
-                rest += self._still_new(request, item)
-            if not self._make(nbytes, tenant, row, request, rest=rest):
+            alone = quota is not None or request.session_left is not None
+            if not self._make(nbytes, tenant, row, request, item=None if alone else item):
                 return SkipReason.FULL
         return None
 
-    def _still_new(self, request: Request, item: StoreItem) -> int:
-        """Bytes that the items behind ``item`` will need if all of them are stored."""
-        rows, index, bit = self._at.index.rows, self._at.index, 1 << request.tier
-        total, behind = 0, False
+    def _behind(self, request: Request, item: StoreItem) -> tuple[int, int]:
+        """Bytes that the items behind ``item`` will need, and the last use of their coldest."""
+        index, bit = self._at.index, 1 << request.tier
+        total, coldest, behind = 0, 1 << 62, False
         for other in request.items:
             if behind:
-                row = rows.get(other.part, NO_ROW)
+                row = index.rows.get(other.part, NO_ROW)
                 there = index.resident[row] | index.pending[row] if row >= 0 else 0
                 if not there or (request.source is not None and not there & bit):
                     total += other.nbytes
+                    coldest = min(coldest, self._last_use(row))
             behind = behind or other is item
-        return total
+        return total, coldest
+
+    def _last_use(self, row: int) -> int:
+        index = self._at.index
+        return index.touched[row] if row >= 0 and index.resident[row] else -1
 
     def _make(
         self,
@@ -206,23 +222,37 @@ class Reserver:
         request: Request,
         *,
         own: bool = False,
-        rest: int = 0,
+        item: StoreItem | None = None,
     ) -> bool:
-        """Evict until ``nbytes`` fit; on the way, for ``rest`` bytes if so much can go."""
+        """Evict until ``nbytes`` fit.
+
+        Args:
+            nbytes: Room wanted.
+            tenant: For whom.
+            row: Row of the item, or -1.
+            request: The call.
+            own: Whether the tenant's quota is in the way, not the tier's capacity.
+            item: The item, if room for the rest of the chain may be made along with it; None
+                where items behind it may meet a quota.
+        """
         ledger, tier, room = self._at.ledger, request.tier, request.room
         if request.guarded is None:
             self._guard(request)
-        room.tenant, room.own, room.dirty = tenant, own, False
-        room.target = nbytes
+        room.tenant, room.own, room.dirty, room.target = tenant, own, False, nbytes
         room.reason = EvictReason.QUOTA if own else EvictReason.CAPACITY
-        if not own:
-            evictable = ledger.capacity[tier] - ledger.reserved[tier] - ledger.pinned[tier]
-            if evictable < nbytes:
-                return False  # in vain: evict nothing for it
-            room.target = min(max(rest, nbytes), evictable)
-        if not request.demand:
-            index = self._at.index
-            room.before = index.touched[row] if row >= 0 and index.resident[row] else -1
+        evictable = ledger.capacity[tier] - ledger.reserved[tier] - ledger.pinned[tier]
+        if not own and evictable < nbytes:
+            return False  # in vain: evict nothing for it
+        last_use = self._last_use(row)
+        room.before = None if request.demand else last_use
+        if item is not None:
+            rest, coldest = self._behind(request, item)
+            room.target = min(nbytes + rest, evictable)
+            if not request.demand and rest:
+                # for all of them, only what is colder than each of them
+                room.before = min(last_use, coldest)
+                self._evictor.make(room, request.now)
+                room.target, room.before = nbytes, last_use
         done = self._evictor.make(room, request.now) or (not own and ledger.room(tier) >= nbytes)
         # nobody demotes for the sake of what nobody waits for
         request.dirty = request.dirty or (not done and room.dirty and request.demand)
@@ -240,9 +270,10 @@ class Reserver:
         for row in request.guarded:
             at.pin(row)
 
-    def _accept(self, number: int, item: StoreItem, parent: int, request: Request) -> Outcome:
+    def _accept(
+        self, row: int, number: int, item: StoreItem, parent: int, request: Request
+    ) -> Outcome:
         at, index, tier = self._at, self._at.index, request.tier
-        row = index.rows.get(item.part, NO_ROW)
         if row < 0:
             row = index.add(item.part, parent, request.tenant)
         elif parent >= 0 and index.parent[row] < 0:

@@ -130,8 +130,6 @@ class Storer:
         held = self._open.get(handle)
         if held is None or len(set(numbers)) != len(numbers):
             raise self._closed(handle, numbers)
-        if charges is None and all(number in held.slots for number in numbers):
-            return held, [held.slots[number].nbytes for number in numbers]
         real: list[int] = []
         for position, number in enumerate(numbers):
             slot = held.slots.get(number)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierkv.pipeline import PartLabel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tierkv.abc import View
     from tierkv.blocks import BlockKey, PartId
@@ -40,18 +40,31 @@ class PartOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class StorePlan:
-    """One chain of parts to store, parents first, and what became of each."""
+    """One chain of parts to store, and what became of each.
+
+    Attributes:
+        space: Space of the parts.
+        root: Root of the key chain.
+        view: Where the KV is.
+        parts: The parts, parents first; taken once, a batch at a time.
+        tenant: Whose they are.
+        session: Session that stores them.
+        session_parts: What the session refers to, if it has a quota.
+        fidelity: ``"exact"``, or ``"derived:<how>"``.
+        ttl: Seconds they live after their last use, or None.
+        done: Each part and what became of it, in order.
+    """
 
     space: Space
     root: BlockKey
     view: View
-    parts: Sequence[NewPart]
+    parts: Iterable[NewPart]
     tenant: str = ""
     session: str = ""
     session_parts: Sequence[PartId] = ()
     fidelity: str = "exact"
     ttl: float | None = None
-    outcomes: list[PartOutcome] = field(default_factory=list)
+    done: list[tuple[NewPart, PartOutcome]] = field(default_factory=list)
 
     def label(self, new: NewPart, generation: int, expires: float | None) -> PartLabel:
         """What the frame of ``new`` says of itself."""

@@ -7,6 +7,7 @@ share one worker hop per batch.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.types import SkipReason, StoreItem
@@ -66,7 +67,7 @@ class _Run:
 
 
 async def store(core: Core, behind: WriteBehind, plans: Sequence[StorePlan]) -> None:
-    """Store the parts of each plan in order; ``plan.outcomes`` gets one entry per part.
+    """Store the parts of each plan in order; ``plan.done`` gets one entry per part.
 
     Cancellation: what was published stays; the batch under way is rolled back once the worker
     thread that reads the caller's tensors is done.
@@ -76,8 +77,9 @@ async def store(core: Core, behind: WriteBehind, plans: Sequence[StorePlan]) -> 
             run.start()
         await _store_batch(core, behind, batch)
         for run in batch:
-            run.plan.outcomes.extend(run.outcomes)
+            run.plan.done.extend(zip(run.parts, run.outcomes, strict=True))
             _observe(core, run.outcomes)
+        await asyncio.sleep(0)  # blocks that are present already take no await of their own
 
 
 def _batches(plans: Sequence[StorePlan], limit: int) -> Iterator[list[_Run]]:

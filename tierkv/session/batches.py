@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from tierkv.abc import View
-    from tierkv.blocks import KeyChain, Media
+    from tierkv.blocks import Media
     from tierkv.session.handle import Session
     from tierkv.session.match import LoadResult, Match
     from tierkv.session.saving import Saving, StoreResult
@@ -106,15 +106,16 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
         for index in _in_order([request.session for request in requests]):
             await requests[index].session.begin_turn()
             held.append(requests[index].session)
-        chains: list[KeyChain] = []
         savings: list[Saving] = []
         for session, token_ids, kv, first, tail, media in requests:
             chain, _ = await follow(session, token_ids, media)
-            chains.append(chain)
             savings.append(plan_store(session, chain, kv, first, tail=tail))
         await store(core, runtime.behind, [saving.plan for saving in savings])
-        await _store_again(runtime, requests, chains, savings)
-        results = [finish_store(r.session, s) for r, s in zip(requests, savings, strict=True)]
+        await _store_again(runtime, requests, savings)
+        results = [
+            await finish_store(request.session, saving)
+            for request, saving in zip(requests, savings, strict=True)
+        ]
     finally:
         for session in held:
             session.end_turn()
@@ -125,13 +126,12 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
 async def _store_again(
     runtime: Runtime,
     requests: Sequence[StoreRequest],
-    chains: Sequence[KeyChain],
     savings: list[Saving],
 ) -> None:
     """Once more, from further ahead, where blocks have gone that a store counted on."""
     again = []
     for number, request in enumerate(requests):
-        earlier = await replan_store(request.session, chains[number], savings[number])
+        earlier = await replan_store(request.session, savings[number])
         if earlier is not None:
             savings[number] = earlier
             again.append(earlier.plan)

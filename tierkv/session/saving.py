@@ -14,7 +14,7 @@ from tierkv.mover.plans import NewPart, StorePlan
 from tierkv.session.table import Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tierkv.abc import View
     from tierkv.blocks import BlockKey, KeyChain
@@ -66,9 +66,20 @@ class StoreResult:
 
 
 class Saving(NamedTuple):
-    """One store of one session, planned."""
+    """One store of one session, planned.
+
+    Attributes:
+        plan: What to store.
+        keys: Keys of the full blocks of the history, as it was then.
+        total: Tokens of the history.
+        first: Block at which the store starts.
+        tail: The private partial block, if it is stored too.
+    """
 
     plan: StorePlan
+    keys: Sequence[BlockKey]
+    total: int
+    first: int
     tail: Tail | None
 
 
@@ -80,7 +91,7 @@ def plan_store(
     *,
     tail: bool = False,
 ) -> Saving:
-    """List the parts of a store, parents first.
+    """Describe a store. Looks at the chain now only; the parts are listed as they are taken.
 
     Args:
         session: Whose KV it is.
@@ -97,56 +108,69 @@ def plan_store(
     total = len(chain.tokens)
     if not 0 <= start <= total:
         raise LayoutError(f"start must be from 0 to {total} (the token ids), not {start}")
-    keys = chain.keys
-    parts = [
-        new
-        for block in range(start // size, len(keys))
-        for new in _block_parts(session, keys, block, keys[block], size, total)
-    ]
+    keys = tuple(chain.keys)
     rest = total - len(keys) * size
     partial = None
     if tail and rest:
         parent = keys[-1] if keys else state.root
         tokens = chain.tokens[len(keys) * size :].tobytes()
         key = tail_key(parent, f"{state.tenant}\0{state.id}", tokens)
-        parts += _block_parts(session, keys, len(keys), key, rest, total, private=True)
         partial = Tail(len(keys), parent, tokens, key)
+    return _saving(session, view, keys, total, start // size, partial)
+
+
+def _saving(
+    session: Session,
+    view: View,
+    keys: Sequence[BlockKey],
+    total: int,
+    first: int,
+    tail: Tail | None,
+) -> Saving:
+    state = session.state
     derived = session.derived
     plan = StorePlan(
         space=state.space,
         root=state.root,
         view=view,
-        parts=parts,
+        parts=_parts(session, keys, total, first, tail),
         tenant=state.tenant,
         session=state.id,
         session_parts=tuple(state.parts()) if session.quota else (),
         fidelity=f"derived:{derived}" if derived else "exact",
         ttl=state.ttl,
     )
-    return Saving(plan, partial)
+    return Saving(plan, keys, total, first, tail)
 
 
-async def replan_store(session: Session, chain: KeyChain, saving: Saving) -> Saving | None:
+def _parts(
+    session: Session, keys: Sequence[BlockKey], total: int, first: int, tail: Tail | None
+) -> Iterator[NewPart]:
+    size = session.state.space.block_tokens
+    for block in range(first, len(keys)):
+        yield from _block_parts(session, keys, block, keys[block], size, total)
+    if tail is not None:
+        rest = total - len(keys) * size
+        yield from _block_parts(session, keys, len(keys), tail.key, rest, total, private=True)
+
+
+async def replan_store(session: Session, saving: Saving) -> Saving | None:
     """Start earlier where blocks that a store counted on have gone; None if they have not.
 
     The view holds all tokens from the first, so that what was evicted or lost meanwhile can be
     stored again.
     """
-    plan = saving.plan
-    outcomes = zip(plan.parts, plan.outcomes, strict=True)
-    broken = next((new for new, o in outcomes if o.skip is SkipReason.NO_PARENT), None)
-    if broken is None or not broken.start:
+    plan, keys = saving.plan, saving.keys
+    if not saving.first or not any(o.skip is SkipReason.NO_PARENT for _, o in plan.done):
         return None
-    size = plan.space.block_tokens
     core = session.runtime.core
     strict = [n for n, group in enumerate(plan.space.layout.groups) if group.kind in _STRICT]
-    for block, key in enumerate(chain.keys[: plan.parts[0].start // size]):
+    for block in range(saving.first):
         if block % _SLICE_BLOCKS == _SLICE_BLOCKS - 1:
             await asyncio.sleep(0)
-        states = [core.decisions.state(part_id(key, n), core.clock()) for n in strict]
+        states = [core.decisions.state(part_id(keys[block], n), core.clock()) for n in strict]
         if not all(state.tiers or state.pending for state in states):
-            tail = saving.tail is not None
-            return plan_store(session, chain, plan.view, block * size, tail=tail)
+            return _saving(session, plan.view, keys, saving.total, block, saving.tail)
     return None
 
 
@@ -183,13 +207,15 @@ def _block_parts(
     return out
 
 
-def finish_store(session: Session, saving: Saving) -> StoreResult:
+async def finish_store(session: Session, saving: Saving) -> StoreResult:
     """Sum up per block; replace the private tail if a new one was stored."""
-    state, core, plan = session.state, session.runtime.core, saving.plan
-    size = state.space.block_tokens
+    core, plan = session.runtime.core, saving.plan
+    size = plan.space.block_tokens
     by_block: dict[int, BlockOutcome] = {}
     tail_is_there = False
-    for new, outcome in zip(plan.parts, plan.outcomes, strict=True):
+    for number, (new, outcome) in enumerate(plan.done):
+        if number % _SLICE_BLOCKS == _SLICE_BLOCKS - 1:
+            await asyncio.sleep(0)
         block = new.start // size
         tier = core.levels[outcome.tier].name if outcome.stored else None
         kind = "skipped" if outcome.skip else "stored" if outcome.stored else "present"

@@ -96,6 +96,8 @@ class GGUFFile:
             kind, offset = self._unpack("IQ")
             self.tensors.append(TensorInfo(name, tuple(reversed(shape)), kind, offset))
         align = int(self.meta.get("general.alignment", 32))
+        if align < 1:
+            raise IntegrityError(f"GGUF alignment {align} is impossible")
         self._base = -(-self._at // align) * align
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
@@ -110,10 +112,7 @@ class GGUFFile:
 
     def _string(self) -> str:
         (length,) = self._unpack("Q")
-        if length > len(self._data) - self._at:
-            raise IntegrityError(
-                f"GGUF string of {length} bytes at {self._at} passes the file's end"
-            )
+        self._room(length)
         text = bytes(self._data[self._at : self._at + length]).decode()
         self._at += length
         return text
@@ -123,12 +122,9 @@ class GGUFFile:
             return self._string()
         if kind == _ARRAY:
             item, count = self._unpack("IQ")
-            if count > len(self._data) - self._at:
-                raise IntegrityError(
-                    f"GGUF array of {count} items at {self._at} passes the file's end"
-                )
-            if item in (_STRING, _ARRAY):
-                return [self._value(item) for _ in range(count)]
+            self._room(count)
+            if item == _STRING:
+                return [self._string() for _ in range(count)]
             return list(self._unpack(f"{count}{_SCALARS[item]}"))
         return self._unpack(_SCALARS[kind])[0]
 

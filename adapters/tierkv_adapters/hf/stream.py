@@ -29,6 +29,16 @@ class Started(NamedTuple):
     turn: Turn
     job: Job[GenerateResult]
 
+    async def end(self) -> None:
+        """Stop the turn unless it is over, and wait until it is.
+
+        A turn that was stopped ends with an error by design; one that failed has raised before.
+        """
+        if not self.job.done():
+            self.turn.stop()
+        with contextlib.suppress(Exception):
+            await absorb(self.job, self.turn.stop)
+
 
 if TYPE_CHECKING:
     Begin = Callable[[Callable[[int], None], Callable[[], None]], Started]
@@ -62,12 +72,7 @@ class TokenStream:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._started is not None
-        turn, job = self._started
-        if not job.done():
-            turn.stop()
-        # a turn that was stopped ends with an error by design; one that failed has raised before
-        with contextlib.suppress(Exception):
-            await absorb(job, turn.stop)
+        await self._started.end()
 
     def __aiter__(self) -> Self:
         return self
@@ -110,11 +115,7 @@ class SyncTokenStream:
 
     async def _stop(self) -> None:
         assert self._started is not None
-        turn, job = self._started
-        if not job.done():
-            turn.stop()
-        with contextlib.suppress(Exception):
-            await absorb(job, turn.stop)
+        await self._started.end()
 
     def __iter__(self) -> Self:
         return self

@@ -114,7 +114,15 @@ class Journal:
             size = -(-need // self._step) * self._step
             os.posix_fallocate(self._fd, self._size, size - self._size)
             self._size = size
-        write_all(self._fd, data, self._end)
+        try:
+            write_all(self._fd, data, self._end)
+        except OSError:
+            with contextlib.suppress(
+                OSError
+            ):  # a restart must not find the records that got through
+                os.ftruncate(self._fd, self._end)
+                self._size = self._end
+            raise
         self._end = need
 
     def sync(self) -> None:

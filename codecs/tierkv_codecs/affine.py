@@ -1,0 +1,168 @@
+"""Groups of numbers that share a minimum and a step: what the low-bit codecs have in common.
+
+Method: KIVI (Liu et al., arXiv 2402.02750): keys have outlier channels, values outlier tokens, so
+that ``k`` is grouped along its tokens, channel by channel, and every other tensor along its last
+axis. A group has at most 64 numbers. Its minimum stands in the tensor's own dtype, exactly: a
+channel far from zero loses nothing, and a constant group comes back exactly. Its step is one byte,
+an index into a geometric row of 255 steps from the smallest to the largest of the section (index
+0: a constant group); 1 to 3 % of precision for 8 bits a group.
+
+A row is described by its first step and its ratio (two float32) and rebuilt by multiplication in
+float64, so that every machine gets the same numbers. Arithmetic on values is float32, one multiply
+and one add, rounded once to the tensor's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tierkv.errors import CodecError
+from tierkv.views import over
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FLOATS",
+    "GROUP",
+    "ROW_BYTES",
+    "Groups",
+    "check_finite",
+    "dtype_name",
+    "nearest",
+    "read_row",
+    "write_row",
+]
+
+FLOATS: Final = frozenset({"bfloat16", "float16", "float32"})
+"""Dtypes that the lossy codecs take: float64 is not KV, and one byte has little to give."""
+GROUP: Final = 64
+"""Most numbers in a group."""
+ROW_BYTES: Final = 8
+_SPREAD: Final = 2.0**-20  # steps below this share of the largest are rounded up to it
+_STEPS: Final = 255
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch's name of a dtype, as layouts have it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class Groups(NamedTuple):
+    """How a tensor is cut.
+
+    Attributes:
+        axis: Axis along which a group lies.
+        size: Numbers in a group; the last one may have fewer.
+        count: Groups along the axis.
+        shape: Shape of one number per group.
+    """
+
+    axis: int
+    size: int
+    count: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], tensor: str, most: int = GROUP) -> Groups:
+        """Groups of at most ``most`` numbers, as equal as they can be."""
+        axis = 1 if tensor == "k" and len(shape) == 3 else len(shape) - 1
+        length = shape[axis]
+        count = max(1, -(-length // most))
+        size = max(1, -(-length // count))
+        count = max(1, -(-length // size))
+        return cls(axis, size, count, (*shape[:axis], count, *shape[axis + 1 :]))
+
+    @property
+    def number(self) -> int:
+        """Groups of the tensor."""
+        return prod(self.shape)
+
+    def cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the tensor, one for each place along the axis."""
+        return list(tensor.split(self.size, dim=self.axis))
+
+    def extremes(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Minimum and maximum of each group, in float32 (exact), of shape :attr:`shape`."""
+        import torch
+
+        pieces = self.cut(source)
+        low = torch.cat([p.amin(self.axis, keepdim=True) for p in pieces], self.axis)
+        high = torch.cat([p.amax(self.axis, keepdim=True) for p in pieces], self.axis)
+        return low.float(), high.float()
+
+
+def check_finite(name: str, low: torch.Tensor, high: torch.Tensor, dtype: str) -> None:
+    """Refuse what cannot be quantised.
+
+    Raises:
+        CodecError: if a value is NaN, infinite, or so large that float32 arithmetic could
+            overflow.
+    """
+    limit = 65504.0 if dtype == "float16" else 2.0**120
+    # written so that NaN, which fails every comparison, is refused as well
+    if not bool(((low >= -limit) & (high <= limit)).all()):
+        raise CodecError(f"{name}: NaN, infinite or huge values cannot be quantised")
+
+
+def _row(first: float, ratio: float) -> list[float]:
+    steps, value = [0.0], first
+    for _ in range(_STEPS):
+        steps.append(value)
+        value *= ratio
+    return steps
+
+
+def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor:
+    """Round steps to a geometric row; writes the row's description and one byte for each.
+
+    Args:
+        steps: float32, at least 0.
+        out: Room for :data:`ROW_BYTES` and one byte for each step.
+        up: Round up, so that a group stays covered; otherwise to the nearest.
+
+    Returns:
+        The rounded steps, float32: what :func:`read_row` will give.
+    """
+    import torch
+
+    flat = steps.reshape(-1)
+    largest = float(flat.max())
+    used = flat[flat > 0]
+    first = max(float(used.min()), largest * _SPREAD, 2.0**-126) if used.numel() else 1.0
+    span = max(largest, first) / first
+    ratio = span ** (1 / (_STEPS - 1)) * (1 + 2.0**-22) if span > 1 else 1.0
+    head = over(out, "float32", (2,))
+    head[0], head[1] = first, ratio
+    row = torch.tensor(_row(float(head[0]), float(head[1])), dtype=torch.float64).float()
+    if up:
+        index = torch.searchsorted(row[1:], flat)
+    else:
+        index = torch.searchsorted((row[1:-1] * row[2:]).sqrt(), flat)
+    index = index.clamp_(max=_STEPS - 1).add_(1).masked_fill_(flat == 0, 0)
+    over(out[ROW_BYTES:], "uint8", (flat.numel(),)).copy_(index)
+    return row[index].view(steps.shape)
+
+
+def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tensor:
+    """The float32 steps that :func:`write_row` has returned.
+
+    Raises:
+        CodecError: if the description is none.
+    """
+    import torch
+
+    first, ratio = over(data, "float32", (2,)).tolist()
+    if not (0 < first < math.inf and 1 <= ratio < 2):
+        raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
+    row = torch.tensor(_row(first, ratio), dtype=torch.float64).float()
+    index = over(data[ROW_BYTES:], "uint8", (prod(shape),))
+    return row.index_select(0, index.int()).view(shape)
+
+
+def nearest(numbers: torch.Tensor, top: int) -> torch.Tensor:
+    """Round in place to the codes 0 to ``top``."""
+    return numbers.round_().clamp_(0, top)
+

@@ -1,0 +1,137 @@
+"""``fp8``: e4m3 with a scale, K per channel within a block, every other tensor per row.
+
+Each group is divided by its largest magnitude and multiplied by 256, so that the largest value is
+a power of two (exact, as is a constant group) and nothing overflows e4m3's 448. The magnitude
+stands in the tensor's own dtype, exactly. Three bits of mantissa: a relative error of 1/16 at
+most, an order of magnitude above int8 at nearly its size; for stores and kernels that want e4m3.
+
+Encoding: the magnitude of each group, then one e4m3 byte per element, in C order.
+
+Passes over memory: encode reads the source twice (magnitudes, codes); decode reads the bytes and
+writes the target once, in tiles that stay in the cache. With the extra ``fast`` decoding goes
+through a table of 256 float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from tierkv.abc import TensorBytesCodec
+from tierkv.errors import CodecError
+from tierkv.layout import DTYPE_BYTES
+from tierkv.views import over
+from tierkv_codecs.affine import FLOATS, Groups, check_finite, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from tierkv.layout import Layer, TensorSpec
+
+__all__ = ["Fp8"]
+
+_TOP: Final = 256.0
+_WHOLE: Final = 1 << 62  # a group is a whole channel of the block, or a whole row
+_TILE: Final = 1 << 16
+_MANTISSA: Final = 2.0**-4  # half a unit in the last place, relative
+_SUBNORMAL: Final = 2.0**-10  # half the distance of e4m3's subnormals
+
+
+def _tiles(shape: tuple[int, ...]) -> Iterator[slice]:
+    if len(shape) == 1:
+        return iter((slice(None),))
+    step = max(1, _TILE // max(1, prod(shape[1:])))
+    return (slice(at, at + step) for at in range(0, shape[0], step))
+
+
+def _magnitudes(source: torch.Tensor, tensor: str) -> torch.Tensor:
+    groups = Groups.of(tuple(source.shape), tensor, _WHOLE)
+    low, high = groups.extremes(source)
+    check_finite("fp8", low, high, dtype_name(source))
+    return high.maximum(-low)
+
+
+def _inverse(largest: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # below the normal numbers a quotient overflows: such a group is scaled as if it were larger
+    tiny = torch.finfo(torch.float32).smallest_normal * _TOP
+    return (_TOP / largest.clamp(min=tiny)).masked_fill_(largest == 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(TensorBytesCodec):
+    """Scaled e4m3; NaN and infinities are refused, not encoded."""
+
+    name: ClassVar[str] = "fp8"
+    lossless: ClassVar[bool] = False
+
+    def supports(self, layer: Layer, tensor: TensorSpec) -> bool:
+        """bfloat16, float16 and float32."""
+        return tensor.dtype in FLOATS and len(tensor.shape) > 0
+
+    def encoded_bytes(self, shape: tuple[int, ...], dtype: str, tensor: str) -> int:
+        """One byte per element, and one number of the tensor's dtype per group."""
+        if prod(shape) == 0:
+            return 0
+        return prod(shape) + Groups.of(shape, tensor, _WHOLE).number * DTYPE_BYTES[dtype]
+
+    def encode(self, source: torch.Tensor, tensor: str, out: memoryview) -> None:
+        """Divide by the group's largest magnitude and round to e4m3.
+
+        Raises:
+            CodecError: if a value is NaN, infinite, or too large for the arithmetic.
+        """
+        import torch
+
+        if source.numel() == 0:
+            return
+        shape, dtype = tuple(source.shape), dtype_name(source)
+        largest = _magnitudes(source, tensor)
+        over(out, dtype, tuple(largest.shape)).copy_(largest)
+        codes = over(out[largest.numel() * DTYPE_BYTES[dtype] :], "float8_e4m3fn", shape)
+        inverse = _inverse(largest)
+        for tile in _tiles(shape):
+            codes[tile].copy_(source[tile].to(torch.float32, copy=True).mul_(inverse[tile]))
+
+    def decode(self, data: memoryview, tensor: str, into: torch.Tensor) -> None:
+        """Write ``code * magnitude / 256``, rounded once to the dtype of ``into``.
+
+        Raises:
+            CodecError: if ``data`` is not the encoding of such a tensor.
+        """
+        shape, dtype = tuple(into.shape), dtype_name(into)
+        due = self.encoded_bytes(shape, dtype, tensor)
+        if len(data) != due:
+            raise CodecError(f"fp8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
+        if due == 0:
+            return
+        groups = Groups.of(shape, tensor, _WHOLE)
+        scale = over(data, dtype, groups.shape).float().mul_(1 / _TOP)
+        codes = over(data[groups.number * DTYPE_BYTES[dtype] :], "float8_e4m3fn", shape)
+        for tile in _tiles(shape):
+            into[tile].copy_(codes[tile].float().mul_(scale[tile]))
+
+    def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
+        """A sixteenth of the value, or of the smallest normal number of its group's scale.
+
+        Raises:
+            CodecError: if :meth:`encode` refuses ``source``.
+        """
+        import torch
+
+        if source.numel() == 0:
+            return torch.zeros((1,) * source.dim(), dtype=torch.float64)
+        largest = _magnitudes(source, tensor)
+        kept, work = torch.finfo(source.dtype), torch.finfo(torch.float32)
+        value = source.double().abs()
+        unit = _inverse(largest).double().clamp(min=work.smallest_normal).reciprocal()
+        exact = value == largest.double()
+        error = (value * _MANTISSA).maximum(unit * _SUBNORMAL)
+        spare = 4 * work.eps * (value + error) + work.smallest_normal
+        rounding = kept.eps / 2 * (value + error) + kept.smallest_normal * kept.eps
+        exact &= largest >= work.smallest_normal * _TOP
+        return torch.where(exact, 0.0, error + spare + rounding)
