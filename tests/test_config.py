@@ -264,7 +264,7 @@ def test_f080_what_the_caller_gave_stays_as_it_was() -> None:
 
 def test_f080_specs_copy_what_they_are_given() -> None:
     options, tenants = {"segment": 1}, {"acme": {"quota": {"host": 5}}}
-    rules, tiers = [Policy("lru")], [Tier("host", 10, options=options)]
+    rules, tiers = [Policy("lru")], [Tier("host", "1MiB", options=options)]
     config = EngineConfig(tiers, policy=Hybrid(rules), tenants=tenants)
     options["segment"] = 2
     tenants["acme"]["quota"]["host"] = 6
@@ -272,7 +272,7 @@ def test_f080_specs_copy_what_they_are_given() -> None:
     tiers.clear()
 
     assert config == EngineConfig(
-        [Tier("host", 10, options={"segment": 1})],
+        [Tier("host", "1MiB", options={"segment": 1})],
         policy=Hybrid([Policy("lru")]),
         tenants={"acme": {"quota": {"host": 5}}},
     )
@@ -282,25 +282,36 @@ def test_f080_specs_copy_what_they_are_given() -> None:
     ("make", "message"),
     [
         (lambda: Tier("", 1), "needs a kind"),
-        (lambda: Tier("host", 0), "capacity must be positive"),
+        (lambda: Tier("host", 0), "capacity: 0 B cannot hold"),
         (lambda: Tier("host", 1.5), "capacity: not a size"),  # type: ignore[arg-type]
-        (lambda: Tier("host", 1, low=0.9, high=0.8), "low <= high"),
-        (lambda: Tier("host", 1, codec=""), "not empty"),
-        (lambda: Tier("host", 1, write_through=1), "write_through must be bool"),  # type: ignore[arg-type]
-        (lambda: EngineConfig([]), "at least one tier"),
-        (lambda: EngineConfig(Tier("host", 1)), "list of tierkv.Tier"),  # type: ignore[arg-type]
-        (lambda: EngineConfig([Tier("host", 1), Tier("host", 2)]), "must be unique"),
-        (lambda: EngineConfig([Tier("host", 1)], busy="no"), "busy must be"),
-        (lambda: EngineConfig([Tier("host", 1)], history=-1), "history"),
-        (lambda: EngineConfig([Tier("host", 1)], metrics_port=70000), "metrics_port"),
+        (lambda: Tier("host", "1MiB", low=0.9, high=0.8), "low <= high"),
+        (lambda: Tier("host", "1MiB", codec=""), "not empty"),
+        (lambda: Tier("host", "1MiB", write_through=1), "write_through must be bool"),  # type: ignore[arg-type]
+        (lambda: Tier("host", "1KiB"), "capacity: 1 KiB cannot hold .* raise it to 8 KiB"),
+        (lambda: Tier("host", "1MiB", path="kv"), "path has no meaning for a 'host' tier"),
+        (lambda: Tier("host", "1MiB", device="cuda:0"), "device has no meaning for a 'host' tier"),
+        (lambda: Tier("nvme", "1MiB", path="kv", device="sda"), "device has no meaning"),
+        (lambda: Tier("nvme", "1MiB", path="r/{wrker}"), "unknown placeholder {wrker} in path"),
         (
-            lambda: EngineConfig([Tier("host", 1)], metrics=False, metrics_port=0),
+            lambda: EngineConfig([Tier("host", "1MiB")], staging="1KiB"),
+            "staging: 1 KiB .* raise it",
+        ),
+        (lambda: EngineConfig([]), "at least one tier"),
+        (lambda: EngineConfig(Tier("host", "1MiB")), "list of tierkv.Tier"),  # type: ignore[arg-type]
+        (lambda: EngineConfig([Tier("host", "1MiB"), Tier("host", "1MiB")]), "must be unique"),
+        (lambda: EngineConfig([Tier("host", "1MiB")], busy="no"), "busy must be"),
+        (lambda: EngineConfig([Tier("host", "1MiB")], history=-1), "history"),
+        (lambda: EngineConfig([Tier("host", "1MiB")], metrics_port=70000), "metrics_port"),
+        (
+            lambda: EngineConfig([Tier("host", "1MiB")], metrics=False, metrics_port=0),
             "metrics_port needs",
         ),
-        (lambda: EngineConfig([Tier("host", 1)], policy=3), "policy must be"),  # type: ignore[arg-type]
+        (lambda: EngineConfig([Tier("host", "1MiB")], policy=3), "policy must be"),  # type: ignore[arg-type]
         (
-            lambda: EngineConfig([Tier("host", 9)], tenants={"a": {"reserved": {"host": 10}}}),
-            "10 bytes of tier 'host' are reserved, but it holds 9",
+            lambda: EngineConfig(
+                [Tier("host", "1MiB")], tenants={"a": {"reserved": {"host": "2MiB"}}}
+            ),
+            "2097152 bytes of tier 'host' are reserved, but it holds 1048576",
         ),
         (lambda: Policy("lru", unit="block"), "unit must be"),
         (lambda: Policy("lru", action="drop"), "action must be"),
@@ -318,7 +329,7 @@ def test_specs_check_themselves(make: Any, message: str) -> None:
 def test_policies_by_tier() -> None:
     assert resolve_policies(CODE) == {"ram": "lru", "nvme": "lrfu"}
 
-    tiers = [Tier("host", 1), Tier("nvme", 1, policy="lru")]
+    tiers = [Tier("host", "1MiB"), Tier("nvme", "1MiB", policy="lru")]
     assert resolve_policies(EngineConfig(tiers)) == {"host": "lrfu", "nvme": "lru"}
     assert resolve_policies(EngineConfig(tiers, policy=Policy("x", tier="host"))) == {
         "host": "x",
@@ -337,14 +348,14 @@ def test_policies_by_tier() -> None:
     ],
 )
 def test_f079_what_a_policy_cannot_do_is_refused(policy: Policy | Hybrid, message: str) -> None:
-    config = EngineConfig([Tier("host", 1), Tier("nvme", 1)], policy=policy)
+    config = EngineConfig([Tier("host", "1MiB"), Tier("nvme", "1MiB")], policy=policy)
 
     with pytest.raises(ConfigError, match=message):
         resolve_policies(config)
 
 
 def test_codec_chain_by_tier() -> None:
-    tiers = [Tier("host", 1, codec="int8"), Tier("nvme", 1)]
+    tiers = [Tier("host", "1MiB", codec="int8"), Tier("nvme", "1MiB")]
 
     def chains(compression: str | CompressionPolicy | None) -> list[str]:
         config = EngineConfig(tiers, compression=compression)
@@ -355,20 +366,22 @@ def test_codec_chain_by_tier() -> None:
 
 
 def test_f079_compression_that_waits_is_refused() -> None:
-    config = EngineConfig([Tier("host", 1)], compression=CompressionPolicy("int8", after_steps=50))
+    config = EngineConfig(
+        [Tier("host", "1MiB")], compression=CompressionPolicy("int8", after_steps=50)
+    )
 
     with pytest.raises(ConfigError, match="after_steps=50 is not available in this version"):
         tier_chain(config, config.tiers[0])
 
 
 def test_f082_a_path_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = Tier("nvme", 1, path="/kv/{worker}/x")
+    tier = Tier("nvme", "1MiB", path="/kv/{worker}/x")
     monkeypatch.delenv("TIERKV_WORKER", raising=False)
 
     assert tier.root == "/kv/0/x"
     monkeypatch.setenv("TIERKV_WORKER", "w3")
     assert tier.root == "/kv/w3/x"
-    assert Tier("host", 1).root is None
+    assert Tier("host", "1MiB").root is None
     monkeypatch.setenv("TIERKV_WORKER", "../../etc")
     with pytest.raises(ConfigError, match="TIERKV_WORKER"):
         assert tier.root

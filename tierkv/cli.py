@@ -1,13 +1,16 @@
 """The command ``tierkv``.
 
 Results go to stdout, logs to stderr. ``--json`` output carries a ``schema_version`` and stays
-stable. Exit codes: 0 fine, 1 a finding or a failure, 2 wrong usage or configuration, 130 Ctrl-C.
+stable. Exit codes: 0 fine, 1 a finding or a failure, 2 the command cannot be run as it stands
+(wrong usage or configuration, an extra or a download is missing), 130 Ctrl-C, 141 the reader of
+the output has left.
 Commands of later modules are rows of a table; their modules load when they run, so ``--help``
 stays quick and needs no optional library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -17,14 +20,14 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - typer reads the annotations when it runs
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO, get_args
 
 import typer
 
 import tierkv
 from tierkv import config as configuration
 from tierkv import registry
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError, MissingDependencyError, TierKVError
 from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "LazyCommand", "app", "main"]
 
 SCHEMA_VERSION: Final = 1
+_log: Final = logging.getLogger("tierkv.cli")
 _SIGPIPE: Final = 141  # what a shell reports of a program that the signal has ended
 _SECRET: Final = re.compile(r"pass(word|phrase)?|secret|token|credential|(^|_)key", re.IGNORECASE)
 
@@ -94,18 +98,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _SIGPIPE
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has had enough; without this the interpreter complains when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return _SIGPIPE
     except KeyboardInterrupt:
         return 130
-    except ConfigError as error:
+    except (ConfigError, MissingDependencyError) as error:
         print(f"tierkv: {error}", file=sys.stderr)
         return 2
     except TierKVError as error:
         print(f"tierkv: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # e.g. the disk that the output goes to is full
+        _log.debug("the command ended with an error of the system", exc_info=True)
+        print(f"tierkv: {error}", file=sys.stderr)
+        _silence(sys.stdout)
+        return 1
     return code if isinstance(code, int) else int(code is not None)
+
+
+def _silence(stream: TextIO) -> None:
+    # what could not be written is still buffered: the interpreter would complain when it flushes
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test may have no descriptor
+        target = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(target, stream.fileno())
+        os.close(target)
 
 
 def _print_version(wanted: bool) -> None:
@@ -154,8 +170,12 @@ def _config_show(
     sources: Annotated[bool, typer.Option("--sources", help="Say where each came from.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Print every setting as it resolves: defaults < FILE < environment TIERKV_*."""
+    """Print every setting as it resolves: defaults < FILE < environment TIERKV_*.
+
+    What an engine could not be opened with is an error here too; nothing is opened.
+    """
     config, origins = configuration.load_config(file)
+    _check_as_open_does(config)
     plain = _masked(configuration.to_plain(config))
     if as_json:
         _print_json({"config": plain} | ({"sources": origins} if sources else {}))
@@ -165,6 +185,13 @@ def _config_show(
         print(f"{name} = {json.dumps(value)}" + (f"  # {origin}" if sources else ""))
     total = format_bytes(sum(tier.capacity_bytes for tier in config.tiers))
     print(f"# {len(config.tiers)} tiers, {total} together, for each process", file=sys.stderr)
+
+
+def _check_as_open_does(config: configuration.EngineConfig) -> None:
+    # imported here: it loads torch, which no other command without a model needs
+    from tierkv.engine.compose import make_decisions, make_levels
+
+    make_decisions(config, make_levels(config, None))
 
 
 def _rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ def _compiled(name: str) -> Callable[..., Any]:
     numba = importlib.import_module("numba")
     loops = importlib.import_module("tierkv_codecs.loops")
     wrap = numba.njit(nogil=True, cache=False, error_model="numpy", boundscheck=False)
-    found: Callable[..., Any] = wrap(getattr(loops, name))
+    # a compiled loop may call others: they are compiled in their own module's place
+    inner = {"transform": wrap(loops.transform)} if name == "levels_by_row" else {}
+    function = getattr(loops, name)
+    if inner:
+        function = types.FunctionType(function.__code__, function.__globals__ | inner, name)
+    found: Callable[..., Any] = wrap(function)
     return found
 
 

@@ -6,16 +6,20 @@ import copy
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tierkv.errors import ConfigError
-from tierkv.units import parse_bytes, parse_duration
+from tierkv.units import format_bytes, parse_bytes, parse_duration
 
 __all__ = ["CompressionPolicy", "EngineConfig", "Hybrid", "Policy", "Tier", "did_you_mean"]
 
 _TENANT_KEYS = ("quota", "reserved", "session_quota")
+_SMALLEST_FRAME = 8 << 10  # a page of header and a page of payload
+_NOT_OF_KIND = {"host": ("path", "device"), "nvme": ("device",)}  # what a backend has no use for
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 
 def did_you_mean(wrong: str, known: Sequence[str]) -> str:
@@ -87,8 +91,18 @@ class Tier:
             raise ConfigError(f"{what}: codec and policy are names, or left out; not empty")
         _set(self, "options", copy.deepcopy(dict(self.options)))
         _set(self, "capacity", _size(self.capacity, f"{what}: capacity"))
-        if not self.capacity:
-            raise ConfigError(f"{what}: capacity must be positive, not {self.capacity!r}")
+        _roomy(self.capacity_bytes, f"{what}: capacity")
+        for name in _NOT_OF_KIND.get(self.kind, ()):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{what}: {name} has no meaning for a {self.kind!r} tier; drop it"
+                )
+        strange = [p for p in _PLACEHOLDER.findall(self.path or "") if p != "{worker}"]
+        if strange:
+            raise ConfigError(
+                f"{what}: unknown placeholder {strange[0]} in path {self.path!r}; only {{worker}} "
+                f"is replaced"
+            )
         if not 0 < self.low <= self.high <= 1:
             raise ConfigError(f"{what}: need 0 < low <= high <= 1, not {self.low}, {self.high}")
 
@@ -224,10 +238,11 @@ class EngineConfig:
             _set(self, key, _seconds(getattr(self, key), key))
         if self.busy not in ("wait", "refuse"):
             raise ConfigError(f"busy must be 'wait' or 'refuse', not {self.busy!r}", setting="busy")
-        for key in ("block_tokens", "threads", "staging", "tick"):
+        for key in ("block_tokens", "threads", "tick"):
             if getattr(self, key) <= 0:
                 value = getattr(self, key)
                 raise ConfigError(f"{key} must be positive, not {value!r}", setting=key)
+        _roomy(int(self.staging), "staging")
         if self.history < 0:
             raise ConfigError(f"history must not be negative: {self.history}", setting="history")
         _check_port(self.metrics_port, self.metrics)
@@ -261,6 +276,16 @@ def _size(value: int | str, where: str) -> int:
         return parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", setting=where) from None
+
+
+def _roomy(nbytes: int, where: str) -> None:
+    # larger blocks need more, and only an engine with a space can tell how much
+    if nbytes < _SMALLEST_FRAME:
+        raise ConfigError(
+            f"{where}: {format_bytes(nbytes)} cannot hold even the smallest block; raise it to "
+            f"{format_bytes(_SMALLEST_FRAME)} or more, e.g. '256MiB'",
+            setting=where,
+        )
 
 
 def _seconds(value: float | str, where: str) -> float:

@@ -104,8 +104,10 @@ class Writing:
         for _ in range(_EVICT_ROUNDS):
             if buffer is not None:
                 return buffer
-            drops, demotes = core.decisions.make_room(
-                self._level.index, memory.charge(size), tenant=self._plan.tenant, now=core.clock()
+            tier, decisions = self._level.index, core.decisions
+            free = decisions.capacity(tier) - decisions.used(tier) - decisions.reserved(tier)
+            drops, demotes = decisions.make_room(
+                tier, free + memory.charge(size), tenant=self._plan.tenant, now=core.clock()
             )
             core.free(drops)
             core.decisions.cancel_demote(demotes, core.clock())

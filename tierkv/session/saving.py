@@ -192,7 +192,8 @@ def _block_parts(
         if group.kind is GroupKind.STATE:
             if block * size + tokens != total:
                 continue  # the view holds the state after the last token only
-            parent_key = None  # a snapshot stands alone
+        if group.kind not in _STRICT:
+            parent_key = None  # windows and snapshots are of use without what came before
         out.append(
             NewPart(
                 part=part_id(key, number),
