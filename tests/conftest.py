@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -84,6 +85,15 @@ def _one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    # a shell starts what it puts in the background with SIGINT ignored; Python leaves it so, and
+    # every test of Ctrl-C would wait for ever, in this process or in those that it starts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     # a developer's own TIERKV_TIERS must not decide what the tests see
@@ -119,12 +129,15 @@ def _open_fds() -> dict[str, str]:
 @pytest.fixture
 def no_fd_leaks() -> Iterator[None]:
     """Fail if the test leaves file descriptors open."""
-    gc.collect()
     before = _open_fds()
+
+    def left() -> dict[str, str]:
+        return {fd: what for fd, what in _open_fds().items() if before.get(fd) != what}
+
     yield
-    gc.collect()
-    left = {fd: what for fd, what in _open_fds().items() if before.get(fd) != what}
-    assert not left, f"file descriptors left open: {left}"
+    if left():
+        gc.collect()  # half a second with real models in memory: only where it can matter
+    assert not left(), f"file descriptors left open: {left()}"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,8 +11,9 @@ import pytest
 import typer
 
 import tierkv
-from tierkv import cli
+from tierkv import cli, registry
 from tierkv.cli import LazyCommand, main
+from tierkv_backends.host import HostBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 TOML = """
 threads = 2
 [[tiers]]
-kind = "host"
+kind = "vault"
+name = "host"
 capacity = "1GiB"
 options = { password = "hunter2", segment = 3 }
 [tenants.acme.quota]
@@ -28,8 +31,20 @@ host = "1MiB"
 """
 
 
+class Vault(HostBackend):
+    """A third party's backend whose options hold a secret."""
+
+    def __init__(self, tier: tierkv.Tier) -> None:
+        super().__init__(dataclasses.replace(tier, options={}))
+
+
 @pytest.fixture
-def toml(tmp_path: Path) -> Path:
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    module = type(sys)("tests_fake_backend")
+    module.Vault = Vault  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tests_fake_backend", module)
+    row = ("tests_fake_backend:Vault", "install the vault")
+    monkeypatch.setitem(registry._BUILT_IN, ("backends", "vault"), row)
     path = tmp_path / "tierkv.toml"
     path.write_text(TOML)
     return path
@@ -98,6 +113,59 @@ def test_a_wrong_configuration_is_wrong_usage(
     assert main(["frobnicate"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind = 'hst'\ncapacity = '1GiB'", "did you mean 'host'"),
+        ("kind = 'nvme'\ncapacity = '1GiB'", "needs a path"),
+        ("kind = 'nvme'\ncapacity = '1GiB'\npath = 'kv/{wrker}'", "unknown placeholder {wrker}"),
+        ("kind = 'host'\ncapacity = '1GiB'\npolicy = 'lrux'", "unknown name 'lrux'"),
+        ("kind = 'host'\ncapacity = '1GiB'\ncodec = 'zst'", "did you mean 'zstd'"),
+        ("kind = 'host'\ncapacity = '1GiB'\noptions = { tuoch = 1 }", "no option 'tuoch'"),
+    ],
+)
+def test_config_show_refuses_what_no_engine_could_be_opened_with(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(f"[[tiers]]\n{text}\n")
+
+    assert main(["config", "show", str(path)]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+def test_config_show_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, root = tmp_path / "good.toml", tmp_path / "kv"
+    path.write_text(f"[[tiers]]\nkind = 'nvme'\ncapacity = '1GiB'\npath = '{root}'\n")
+
+    assert main(["config", "show", str(path)]) == 0
+    assert "nvme" in capsys.readouterr().out
+    assert not root.exists()
+
+
+def test_a_full_disk_is_said_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "good.toml"
+    path.write_text("[[tiers]]\nkind = 'host'\ncapacity = '1GiB'\n")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "tierkv", "config", "show", str(path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "tierkv: [Errno 28] No space left on device"
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{tierkv.__version__}\n"
@@ -140,11 +208,33 @@ def test_a_later_command_gets_its_own_options(
     assert main(["fake", "--nope"]) == 2
 
 
+def test_the_help_of_a_later_command_fills_its_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        """Do it.
+
+        This sentence is about as long as a line of source may be, and a word or two longer than
+        that; so a terminal of eighty columns must not show where it was broken.
+        """
+
+    monkeypatch.setenv("COLUMNS", "80")
+    _command(monkeypatch, run)
+
+    assert main(["fake", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if "This sentence" in line)
+    for line, following in zip(lines[first : first + 2], lines[first + 1 :], strict=False):
+        assert len(f"{line} {following.split()[0]}") > 76, lines
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (tierkv.errors.BackendError("nvme", "broken"), 1),
         (tierkv.errors.ConfigError("wrong"), 2),
+        (tierkv.errors.MissingDependencyError("not installed"), 2),
+        (OSError(28, "the disk is full"), 1),
         (KeyboardInterrupt(), 130),
         (typer.Exit(7), 7),
     ],
@@ -163,7 +253,7 @@ def test_a_missing_library_says_what_to_install(
 ) -> None:
     _command(monkeypatch, None)
 
-    assert main(["fake"]) == 1
+    assert main(["fake"]) == 2
     assert "install the fake" in capsys.readouterr().err
 
 

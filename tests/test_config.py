@@ -205,7 +205,7 @@ def test_f078_a_mistake_in_the_environment(
         ("tiers = 'host'", "tiers must be a list of tiers"),
         ("tiers = [{ kind = 'host' }]", r"tiers\[0\]: 'capacity' is missing"),
         ("tiers = ['host']", r"tiers\[0\] must be a Tier or a table, not 'host'"),
-        ("tiers = [{ kind = 'host', capacity = '0' }]", "'host': capacity must be positive"),
+        ("tiers = [{ kind = 'host', capacity = '0' }]", "'host': capacity: 0 B cannot hold"),
         ("tenants = 3", "tenants must be a table"),
         ("tenants.a.quota.hots = 3", r"no tier 'hots'; did you mean 'host'\?.*\(from .*toml\)"),
         ("a = [", "is not valid TOML"),

@@ -219,7 +219,7 @@ HEAVY = (
     [
         "import tierkv",
         "import tierkv; tierkv.Tier('host', '1GiB'); tierkv.Space; tierkv.Layout; tierkv.errors",
-        "import tierkv; tierkv.load_config({'tiers': [{'kind': 'host', 'capacity': 1}]})",
+        "import tierkv; tierkv.load_config({'tiers': [{'kind': 'host', 'capacity': '1MiB'}]})",
     ],
 )
 def test_importing_loads_neither_torch_nor_a_plug_in(code: str) -> None:

@@ -72,7 +72,7 @@ def test_spaces_with_other_block_sizes_differ() -> None:
     ("make", "says"),
     [
         (lambda: TensorSpec("k", "bf16", (1, 2)), "bf16"),
-        (lambda: TensorSpec("k", "float16", (1, -2)), "negative"),
+        (lambda: TensorSpec("k", "float16", (1, -2)), "at least 0"),
         (lambda: Group(GroupKind.SLIDING, FULL.layers), "window"),
         (lambda: Group(GroupKind.FULL, FULL.layers, window=4), "window"),
         (lambda: Group(GroupKind.SLIDING, FULL.layers, window=0), "at least 1"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
@@ -234,13 +235,22 @@ def test_no_observer_method_is_left_out() -> None:
 
 
 @pytest.mark.usefixtures("no_thread_leaks", "no_fd_leaks")
-def test_the_page_is_served_on_loopback_only_until_closed(observer: MetricsObserver) -> None:
+def test_the_page_is_served_on_loopback_only_until_closed(
+    observer: MetricsObserver, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     server = serve(observer.registry, 0)
+    where = f"metrics at http://127.0.0.1:{server.port}/metrics"
+    assert [record.getMessage() for record in caplog.records] == [where]
     url = f"http://127.0.0.1:{server.port}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
             assert reply.read() == observer.scrape()
         assert repr(server) == f"<MetricsServer 127.0.0.1:{server.port} open>"
+        for path in ("", "/", "/metrics/x", "/favicon.ico"):
+            with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+                urllib.request.urlopen(url.removesuffix("/metrics") + path, timeout=5)
+            refused.value.close()
         with pytest.raises(ConfigError, match="metrics_port"):
             serve(observer.registry, server.port)
     finally:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tierkv.layout import Layout as Layout
     from tierkv.layout import Space as Space
     from tierkv.layout import TensorSpec as TensorSpec
+    from tierkv.session import Match as Match
+    from tierkv.session import Session as Session
 
 __all__ = [
     "AdapterId",
@@ -48,8 +50,10 @@ __all__ = [
     "Identity",
     "Layer",
     "Layout",
+    "Match",
     "Media",
     "Policy",
+    "Session",
     "Space",
     "TensorSpec",
     "Tier",
@@ -74,8 +78,10 @@ _HOMES = {
     "Identity": "blocks",
     "Layer": "layout",
     "Layout": "layout",
+    "Match": "session",
     "Media": "blocks",
     "Policy": "config",
+    "Session": "session",
     "Space": "layout",
     "TensorSpec": "layout",
     "Tier": "config",

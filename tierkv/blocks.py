@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 from tierkv.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 __all__ = [
     "KEY_BYTES",
@@ -29,6 +30,7 @@ __all__ = [
     "KeyChain",
     "Media",
     "PartId",
+    "as_token_ids",
     "chain_root",
     "encode_fields",
     "part_id",
@@ -63,6 +65,11 @@ class AdapterId:
     version: str
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        _texts("adapter", name=self.name, version=self.version)
+        if not _all_of((int, float), (self.scale,)):
+            raise LayoutError(f"adapter {self.name!r}: scale is a number, not {self.scale!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -83,6 +90,39 @@ class Identity:
     shard: tuple[int, int] = (0, 1)
     context_policy: str = "full"
     extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "context_policy"):
+            _texts("identity", **{name: getattr(self, name)})
+        if not _all_of(AdapterId, self.adapters):
+            raise LayoutError(
+                f"identity: adapters is a tuple of AdapterId, not {self.adapters!r:.80}"
+            )
+        if not _all_of(int, self.shard, 2) or not 0 <= self.shard[0] < self.shard[1]:
+            raise LayoutError(
+                "identity: shard is (rank, world size) with 0 <= rank < world size, not "
+                f"{self.shard!r:.80}"
+            )
+        if not _all_of(tuple, self.extra) or not all(_all_of(str, x, 2) for x in self.extra):
+            raise LayoutError(
+                "identity: extra is a tuple of (name, value) pairs of text, e.g. "
+                f"(('rope', 'linear:2'),), not {self.extra!r:.80}"
+            )
+
+
+def _texts(what: str, **values: object) -> None:
+    for name, value in values.items():
+        if not (isinstance(value, str) and value):
+            raise LayoutError(f"{what}: {name} is a text that is not empty, not {value!r:.80}")
+
+
+def _all_of(kind: type | tuple[type, ...], values: object, length: int | None = None) -> bool:
+    """Whether this is a tuple of that kind and length; True is no number here."""
+    return (
+        isinstance(values, tuple)
+        and length in (None, len(values))
+        and all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+    )
 
 
 Field = bytes | str | int | float | None | tuple["Field", ...]
@@ -187,6 +227,33 @@ def tail_key(parent: BlockKey, owner: str, tokens: bytes) -> BlockKey:
     return BlockKey(hashlib.sha256(fields).digest())
 
 
+def as_token_ids(token_ids: object) -> Sequence[int]:
+    """Take token ids as people hold them: a list or other sequence, or a vector of integers.
+
+    Args:
+        token_ids: A sequence of integers, a numpy array or a tensor (which are copied out of).
+
+    Raises:
+        LayoutError: if it has no order (a set, a generator), more than one axis, or holds no
+            integers; text and bytes are no token ids.
+    """
+    if isinstance(token_ids, Sequence):
+        if not isinstance(token_ids, str | bytes | bytearray | memoryview):
+            return token_ids
+    elif hasattr(token_ids, "tolist") and hasattr(token_ids, "shape"):
+        vector: Any = token_ids
+        if len(vector.shape) != 1 or "int" not in str(vector.dtype):
+            raise LayoutError(
+                "token ids are one vector of integers, e.g. input_ids[0]; this one has shape "
+                f"{tuple(vector.shape)} and dtype {vector.dtype}"
+            )
+        ids: Sequence[int] = vector.tolist()
+        return ids
+    raise LayoutError(
+        f"token ids are a sequence of integers, e.g. a list, not {type(token_ids).__name__}"
+    )
+
+
 def _pack_tokens(token_ids: Iterable[int]) -> array[int]:
     """Pack token ids as unsigned 32-bit integers.
 
@@ -221,7 +288,7 @@ class KeyChain:
 
     def common_tokens(self, token_ids: Sequence[int]) -> int:
         """Count how many leading tokens of ``token_ids`` this chain already holds."""
-        mine = self.tokens
+        mine, token_ids = self.tokens, as_token_ids(token_ids)
         limit = min(len(mine), len(token_ids))
         other = _pack_tokens(token_ids[:limit])
         if mine[:limit] == other:
@@ -242,8 +309,10 @@ class KeyChain:
             How many leading tokens were shared with the chain as it was.
 
         Raises:
-            LayoutError: if a token id does not fit 32 bits; the chain is then unchanged.
+            LayoutError: if these are no token ids, or one does not fit 32 bits; the chain is then
+                unchanged.
         """
+        token_ids = as_token_ids(token_ids)
         shared = self.common_tokens(token_ids)
         fresh = _pack_tokens(token_ids[shared:])
         media = tuple(sorted(media, key=lambda m: (m.position, m.digest)))

@@ -241,7 +241,9 @@ def _register(row: LazyCommand) -> None:
     def run(context: typer.Context) -> None:
         found = registry.load(row.target, what=f"tierkv {row.name}", hint=row.hint)
         if not isinstance(found, typer.Typer):
-            wrapped = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            wrapped = typer.Typer(
+                add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+            )
             wrapped.command(row.name)(found)
             found = wrapped
         try:

@@ -36,6 +36,21 @@ DTYPE_BYTES: dict[str, int] = {
 """Element sizes in bytes of the dtypes a layout may name (torch's names)."""
 
 
+def _whole(value: object, least: int, what: str) -> None:
+    if type(value) is not int or value < least:
+        raise LayoutError(f"{what} must be a whole number of at least {least}, not {value!r}")
+
+
+def _a(kind: type, value: object, what: str) -> None:
+    if not isinstance(value, kind):
+        raise LayoutError(f"{what} must be a {kind.__name__}, not {value!r:.80}")
+
+
+def _tuple_of(kind: type, values: object, what: str) -> None:
+    if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+        raise LayoutError(f"{what} must be a tuple of {kind.__name__}, not {values!r:.80}")
+
+
 class GroupKind(Enum):
     """How the layers of a group use the tokens before them; decides what a prefix needs."""
 
@@ -64,13 +79,15 @@ class TensorSpec:
     packing: str = ""
 
     def __post_init__(self) -> None:
+        _a(str, self.name, "the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise LayoutError(
                 f"tensor {self.name!r}: unknown dtype {self.dtype!r} (one of {known})"
             )
-        if any(n < 0 for n in self.shape):
-            raise LayoutError(f"tensor {self.name!r}: negative size in shape {self.shape}")
+        _a(tuple, self.shape, f"tensor {self.name!r}: shape")
+        for size in self.shape:
+            _whole(size, 0, f"tensor {self.name!r}: a size in shape {self.shape}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +96,10 @@ class Layer:
 
     index: int
     tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        _whole(self.index, 0, "the number of a layer")
+        _tuple_of(TensorSpec, self.tensors, f"layer {self.index}: tensors")
 
     @classmethod
     def kv(cls, index: int, heads: int, dim: int, dtype: str, v_dim: int | None = None) -> Layer:
@@ -101,10 +122,12 @@ class Group:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        _a(GroupKind, self.kind, "the kind of a group")
+        _tuple_of(Layer, self.layers, "the layers of a group")
         if (self.window is not None) != (self.kind is GroupKind.SLIDING):
             raise LayoutError(f"a window belongs to a sliding group, and only there: {self.kind}")
-        if self.window is not None and self.window < 1:
-            raise LayoutError(f"window must be at least 1 token, not {self.window}")
+        if self.window is not None:
+            _whole(self.window, 1, "the window of a group")
         if not self.layers:
             raise LayoutError("a group needs at least one layer")
         for layer in self.layers:
@@ -142,6 +165,7 @@ class Layout:
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
+        _tuple_of(Group, self.groups, "the groups of a layout")
         indices = [layer.index for group in self.groups for layer in group.layers]
         if not indices:
             raise LayoutError("a layout needs at least one group")
@@ -155,6 +179,7 @@ class Layout:
         >>> Layout.uniform(2, 1, 4, "float32").raw_bytes(64)
         4096
         """
+        _whole(layers, 1, "the number of layers")
         stack = tuple(Layer.kv(i, heads, dim, dtype) for i in range(layers))
         return cls((Group(GroupKind.FULL, stack),))
 
@@ -197,8 +222,9 @@ class Space:
     fingerprint: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise LayoutError(f"block_tokens must be at least 1, not {self.block_tokens}")
+        _a(Identity, self.identity, "the identity of a space")
+        _a(Layout, self.layout, "the layout of a space")
+        _whole(self.block_tokens, 1, "block_tokens")
         value = space_fingerprint(self.identity, self.layout.fingerprint, self.block_tokens)
         object.__setattr__(self, "fingerprint", value)
 

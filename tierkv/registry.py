@@ -33,9 +33,18 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("adapters", "hf"): ("tierkv_adapters.hf", _HF_HINT),
     ("backends", "host"): ("tierkv_backends.host:HostBackend", _CORE_HINT),
     ("backends", "nvme"): ("tierkv_backends.nvme:NvmeBackend", _CORE_HINT),
+    ("codecs", "fp8"): ("tierkv_codecs.fp8:Fp8", _CORE_HINT),
+    ("codecs", "int2"): ("tierkv_codecs.grouped:Int2", _CORE_HINT),
+    ("codecs", "int3"): ("tierkv_codecs.grouped:Int3", _CORE_HINT),
+    ("codecs", "int4"): ("tierkv_codecs.grouped:Int4", _CORE_HINT),
+    ("codecs", "int6"): ("tierkv_codecs.grouped:Int6", _CORE_HINT),
     ("codecs", "int8"): ("tierkv_codecs.int8:Int8", _CORE_HINT),
     ("codecs", "lz4"): ("tierkv_codecs.lz4:Lz4", _CORE_HINT),
+    ("codecs", "planes"): ("tierkv_codecs.planes:Planes", _CORE_HINT),
     ("codecs", "raw"): ("tierkv_codecs.raw:Raw", _CORE_HINT),
+    ("codecs", "rot2"): ("tierkv_codecs.rot:Rot2", _CORE_HINT),
+    ("codecs", "rot3"): ("tierkv_codecs.rot:Rot3", _CORE_HINT),
+    ("codecs", "rot4"): ("tierkv_codecs.rot:Rot4", _CORE_HINT),
     ("codecs", "zstd"): ("tierkv_codecs.zstd:Zstd", _CORE_HINT),
     ("policies", "lrfu"): ("tierkv.decisions.policy.lrfu:Lrfu", _CORE_HINT),
     ("policies", "lru"): ("tierkv.decisions.policy.lru:Lru", _CORE_HINT),
@@ -45,7 +54,7 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
 _PLANNED: Final[dict[str, frozenset[str]]] = {
     "adapters": frozenset({"trtllm", "vllm"}),
     "backends": frozenset({"device", "file", "redis", "s3"}),
-    "codecs": frozenset({"fp8", "int4", "lowrank", "planes"}),
+    "codecs": frozenset({"lowrank"}),
     "policies": frozenset(
         {"adaptive", "arc", "fifo", "importance", "lfu", "lru2", "s3fifo", "size_aware"}
     ),

@@ -32,15 +32,42 @@ Order = Literal["HND", "NHD"]
 """Axes of a page: heads, tokens, dim - or tokens, heads, dim."""
 
 
-def _normal(layers: Layers, what: str) -> dict[int, dict[str, torch.Tensor]]:
-    if isinstance(layers, Mapping):
-        return {int(layer): dict(tensors) for layer, tensors in layers.items()}
+def _normal(layers: object, what: str) -> dict[int, dict[str, torch.Tensor]]:
     out: dict[int, dict[str, torch.Tensor]] = {}
-    for index, pair in enumerate(layers):
-        if len(pair) != 2:
-            raise LayoutError(f"{what}: layer {index} needs a pair (k, v), not {len(pair)} tensors")
-        out[index] = {"k": pair[0], "v": pair[1]}
+    if isinstance(layers, Mapping):
+        for layer, named in layers.items():
+            if type(layer) is not int or not isinstance(named, Mapping):
+                raise LayoutError(f"{what}: need {{layer number: {{name: tensor}}}}, not {layer!r}")
+            out[layer] = dict(named)
+    elif isinstance(layers, Sequence) and not isinstance(layers, str | bytes):
+        for index, pair in enumerate(layers):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise LayoutError(f"{what}: layer {index} needs a pair (k, v), not {_kind(pair)}")
+            out[index] = {"k": pair[0], "v": pair[1]}
+    else:
+        raise LayoutError(
+            f"{what}: need [(k, v), ...] or {{layer: {{name: tensor}}}}, not {_kind(layers)}"
+        )
+    for index, tensors in out.items():
+        for name, tensor in tensors.items():
+            _usable(tensor, f"{what}: layer {index}, {name!r}")
     return out
+
+
+def _kind(thing: object) -> str:
+    return f"{len(thing)} tensors" if isinstance(thing, tuple | list) else type(thing).__name__
+
+
+def _usable(tensor: object, what: str) -> None:
+    """Refuse what has no elements in memory that can be addressed one by one."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        hint = "; wrap it: torch.from_numpy(array)" if hasattr(tensor, "__array__") else ""
+        raise LayoutError(f"{what}: need a torch tensor, not {_kind(tensor)}{hint}")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        form = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
+        raise LayoutError(f"{what}: the tensor {form}: it has no plain memory")
 
 
 def _rank(tensors: Tensors, rank: int, axes: str) -> None:
@@ -63,6 +90,8 @@ class _TensorView(View):
     def __init__(self, tensors: Tensors, states: Tensors | None) -> None:
         self._tensors = tensors
         self._states: Tensors = {} if states is None else _normal(states, "states")
+        if not any(tensors.values()) and not any(self._states.values()):
+            raise LayoutError("a view needs at least one tensor")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._tensors)} layers, {self.tokens} tokens>"
@@ -79,6 +108,56 @@ class _TensorView(View):
                 f"layer {layer}, {tensor!r}: tokens [{start}, {stop}) are outside the view, "
                 f"which has room for {room}"
             )
+
+    def room(self) -> int | None:
+        """How many tokens it has memory for; None if it holds states alone."""
+        return self.tokens if self._tensors else None
+
+    def check_layers(self, layout: Layout) -> None:
+        """Refuse tensors that the layout does not have: they are of some other model.
+
+        Raises:
+            LayoutError: naming the first one.
+        """
+        for per_token, mine in ((True, self._tensors), (False, self._states)):
+            known = {
+                (layer.index, spec.name)
+                for group in layout.groups
+                if group.per_token is per_token
+                for layer in group.layers
+                for spec in layer.tensors
+            }
+            for layer, named in mine.items():
+                for name in named:
+                    if (layer, name) not in known:
+                        raise LayoutError(f"the layout has no tensor {name!r} for layer {layer}")
+
+    def check_writable(self) -> None:
+        """Refuse tensors of which two elements share memory: what is written there last stays.
+
+        Raises:
+            LayoutError: naming the first one.
+        """
+        mine = (*self._tensors.items(), *self._states.items())
+        held = [
+            (tensor.data_ptr(), layer, name, tensor)
+            for layer, named in mine
+            for name, tensor in named.items()
+            if tensor.numel()
+        ]
+        held.sort(key=lambda entry: entry[:3])
+        last: tuple[int, int, str, torch.Tensor] | None = None
+        for address, layer, name, tensor in held:
+            if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise LayoutError(
+                    f"layer {layer}, {name!r}: an expanded tensor cannot be loaded into; its "
+                    "elements share memory"
+                )
+            if last is not None and _collide(last[3], tensor, address - last[0]):
+                raise LayoutError(
+                    f"layer {layer}, {name!r}: shares memory with layer {last[1]}, {last[2]!r}"
+                )
+            last = (address, layer, name, tensor)
 
     def state(self, layer: int, tensor: str) -> torch.Tensor:
         """The whole tensor of a recurrent layer.
@@ -104,6 +183,19 @@ class _TensorView(View):
         Raises:
             LayoutError: if the view has no such tensor.
         """
+
+
+def _collide(one: torch.Tensor, other: torch.Tensor, gap: int) -> bool:
+    """Whether ``other``, which begins ``gap`` bytes behind ``one``, begins inside it.
+
+    Interleaved tensors (K and V beside each other in one buffer) do not.
+    """
+    if one.device != other.device:
+        return False
+    for stride, size in sorted(zip(one.stride(), one.shape, strict=True), reverse=True):
+        step = stride * one.element_size()
+        gap -= min(gap // step, size - 1) * step if step else 0
+    return 0 <= gap < one.element_size()
 
 
 class DenseView(_TensorView):
@@ -175,8 +267,8 @@ class PagedView(_TensorView):
     ) -> Sequence[tuple[int, torch.Tensor]]:
         """One slice per page; see :meth:`tierkv.abc.View.pieces`."""
         pool = self._find(layer, tensor)
-        self._range(layer, tensor, start, stop, self.tokens)
         size = self._page_tokens
+        self._range(layer, tensor, start, stop, len(self._block_ids) * size)
         out: list[tuple[int, torch.Tensor]] = []
         first = start
         while first < stop:
@@ -239,12 +331,27 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def check(view: View, layout: Layout) -> None:
-    """Check that ``view`` has every tensor of ``layout`` in the right dtype and shape.
+def check(view: View, layout: Layout, tokens: int = 0, *, writing: bool = False) -> None:
+    """Check that ``view`` has every tensor of ``layout``, in the right dtype and shape.
+
+    Args:
+        view: What a caller gave as his memory.
+        layout: Layout of the space.
+        tokens: How many tokens will be read or written.
+        writing: Whether they will be written: then no two elements may share memory.
 
     Raises:
-        LayoutError: naming the first tensor that is missing or differs.
+        LayoutError: if it is no view, has no room for the tokens, or naming the first tensor that
+            is missing, differs, is not of this layout, or shares memory with another.
     """
+    if not isinstance(view, View):
+        raise LayoutError(
+            f"need a view of your memory, not {_kind(view)}; wrap it: tierkv.views.dense(kv)"
+        )
+    if isinstance(view, _TensorView):
+        view.check_layers(layout)
+        if writing:
+            view.check_writable()
     for group in layout.groups:
         for layer in group.layers:
             for spec in layer.tensors:
@@ -258,6 +365,9 @@ def check(view: View, layout: Layout) -> None:
                         f"layer {layer.index}, {spec.name!r}: the layout wants {spec.dtype} "
                         f"{spec.shape}, the view has {found[0]} {found[1:]}"
                     )
+    room = view.room()
+    if room is not None and room < tokens:
+        raise LayoutError(f"the view has room for {room} tokens, {tokens} are needed")
 
 
 class _Exposed:

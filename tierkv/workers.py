@@ -56,6 +56,17 @@ class Signal:
         for waiter in self._waiters:
             _finish(waiter)
 
+    def attach(self, waiter: asyncio.Future[None]) -> None:
+        """Resolve ``waiter`` as well when the switch is set. Pair with :meth:`detach`."""
+        if self._set:
+            _finish(waiter)
+        else:
+            self._waiters.add(waiter)
+
+    def detach(self, waiter: asyncio.Future[None]) -> None:
+        """Forget a waiter. Idempotent."""
+        self._waiters.discard(waiter)
+
     async def wait(self, within: float | None = None) -> bool:
         """Wait until the switch is set, for at most ``within`` seconds; whether it is set."""
         if self._set:
@@ -63,11 +74,11 @@ class Signal:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         timer = None if within is None else loop.call_later(max(within, 0.0), _finish, waiter)
-        self._waiters.add(waiter)
+        self.attach(waiter)
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            self.detach(waiter)
             if timer is not None:
                 timer.cancel()
         return self._set
@@ -175,6 +186,13 @@ class Workers:
         """Whether the runner can still take work that closes things."""
         return self._closers is not None
 
+    @property
+    def stopping(self) -> bool:
+        """Whether jobs are being ended, or were: by closing, or with every task of the loop."""
+        jobs, runner = self._jobs, self._runner
+        ends = runner is not None and runner.cancelling() > 0
+        return jobs is None or jobs.cancel_scope.cancel_called or ends
+
     async def start(self) -> None:
         """Start the runner task on the running loop.
 
@@ -229,9 +247,12 @@ class Workers:
         old, self._io = (self._io, self._long), self._pool()
         self._long = None
         _shut(old)
+        self._give_up()
+        await self._quiet.outlast(_GIVE_UP_S)
+
+    def _give_up(self) -> None:
         for signal in list(self._waiting):
             signal.set()
-        await self._quiet.outlast(_GIVE_UP_S)
 
     async def aclose(self, grace: float = 10.0) -> None:
         """:meth:`quiesce`, then end the runner and the idle threads. Idempotent, bounded.
@@ -246,7 +267,8 @@ class Workers:
         finally:
             self._end.set()
             try:
-                if self._runner is not None:
+                if self._runner is not None and not await self._gone.outlast(_GIVE_UP_S):
+                    self._give_up()  # what closes things hangs, too
                     await self._gone.outlast(_GIVE_UP_S)
             finally:
                 _shut((self._io, self._long))
@@ -299,8 +321,9 @@ class Workers:
         try:
             result = await fn(*args)
         except asyncio.CancelledError:
-            job._end(None, ClosedError("the engine was closed while this was under way"))
-            raise
+            # ends here in any case: raised on, a stray one would take all other jobs along
+            why = "the engine was closed" if self.stopping else "it was cancelled"
+            job._end(None, ClosedError(f"{why} while this was under way"))
         except BaseException as error:  # noqa: BLE001 - the waiter gets it, the runner lives on
             job._end(None, error)
             if not isinstance(error, Exception):
@@ -319,7 +342,10 @@ class Workers:
             began = loop.time()
             try:
                 await loop_fn()
-            except Exception:  # noqa: BLE001 - a broken loop must come back, whatever broke it
+            except (Exception, asyncio.CancelledError) as error:
+                # a broken loop must come back, whatever broke it: a stray cancellation, too
+                if isinstance(error, asyncio.CancelledError) and self.stopping:
+                    raise
                 _log.exception("background worker %s failed and is restarted", name)
                 if self._on_restart is not None:
                     self._on_restart(name)

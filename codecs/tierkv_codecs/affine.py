@@ -46,7 +46,7 @@ _STEPS: Final = 255
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name of a dtype, as layouts have it."""
+    """Name of a dtype, as layouts have it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -56,13 +56,13 @@ class Groups(NamedTuple):
     Attributes:
         axis: Axis along which a group lies.
         size: Numbers in a group; the last one may have fewer.
-        count: Groups along the axis.
+        places: Groups along the axis.
         shape: Shape of one number per group.
     """
 
     axis: int
     size: int
-    count: int
+    places: int
     shape: tuple[int, ...]
 
     @classmethod
@@ -82,7 +82,10 @@ class Groups(NamedTuple):
 
     def cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of the tensor, one for each place along the axis."""
-        return list(tensor.split(self.size, dim=self.axis))
+        return [
+            tensor.narrow(self.axis, at, min(self.size, tensor.shape[self.axis] - at))
+            for at in range(0, tensor.shape[self.axis], self.size)
+        ]
 
     def extremes(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Minimum and maximum of each group, in float32 (exact), of shape :attr:`shape`."""
@@ -165,4 +168,3 @@ def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tenso
 def nearest(numbers: torch.Tensor, top: int) -> torch.Tensor:
     """Round in place to the codes 0 to ``top``."""
     return numbers.round_().clamp_(0, top)
-

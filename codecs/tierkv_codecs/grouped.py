@@ -10,7 +10,8 @@ packed codes; all in C order.
 
 Passes over memory: encode reads the source twice (extremes, codes) and writes codes and packed
 bytes; decode unpacks one byte a number, then works in tiles that stay in the cache and writes the
-target once. With the extra ``fast``, decoding to contiguous bfloat16 is one pass.
+target once. With the extra ``fast``, contiguous bfloat16 is turned into codes, and four-bit
+codes into bfloat16, in one pass each.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tierkv_codecs.affine import (
     read_row,
     write_row,
 )
+from tierkv_codecs.kernels import bits16, kernel
 from tierkv_codecs.packing import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -88,12 +90,13 @@ class Grouped(TensorBytesCodec):
         at += groups.number * DTYPE_BYTES[dtype]
         inverse = step.reciprocal().masked_fill_(step == 0, 0)
         codes = torch.empty(shape, dtype=torch.uint8)
-        for piece, q, m, s in zip(
-            groups.cut(source), groups.cut(codes), *_each(groups, low, inverse), strict=True
-        ):
-            for tile in _tiles(piece):
-                work = piece[tile].to(torch.float32, copy=True)
-                q[tile].copy_(nearest(work.sub_(m[tile]).mul_(s[tile]), top))
+        if not _codes_fast(source, groups, low, inverse, top, codes):
+            for piece, q, m, s in zip(
+                groups.cut(source), groups.cut(codes), *_each(groups, low, inverse), strict=True
+            ):
+                for tile in _tiles(piece):
+                    work = piece[tile].to(torch.float32, copy=True)
+                    q[tile].copy_(nearest(work.sub_(m[tile]).mul_(s[tile]), top))
         pack(codes.view(-1, shape[-1]), self.bits, out[at:])
 
     def decode(self, data: memoryview, tensor: str, into: torch.Tensor) -> None:
@@ -117,6 +120,8 @@ class Grouped(TensorBytesCodec):
         at = ROW_BYTES + groups.number
         low = over(data[at:], dtype, groups.shape).float()
         at += groups.number * DTYPE_BYTES[dtype]
+        if self.bits == 4 and _decode4(data[at:], groups, step, low, into):
+            return
         codes = torch.empty(shape, dtype=torch.uint8)
         unpack(data[at:], self.bits, codes.view(-1, shape[-1]))
         for piece, q, m, s in zip(
@@ -151,9 +156,54 @@ class Grouped(TensorBytesCodec):
         return torch.where(s == 0, 0.0, s / 2 + arithmetic + rounding)
 
 
+def _codes_fast(
+    source: torch.Tensor,
+    groups: Groups,
+    low: torch.Tensor,
+    inverse: torch.Tensor,
+    top: int,
+    codes: torch.Tensor,
+) -> bool:
+    """Round to codes in one compiled pass; False if there is no kernel for this tensor."""
+    import numpy as np
+
+    rows, dim = prod(source.shape[:-1]), source.shape[-1]
+    by_channel = groups.axis != source.dim() - 1
+    loop = kernel("codes_by_channel" if by_channel else "codes_by_row")
+    bits = bits16(source, (rows, dim))
+    if bits is None or loop is None:
+        return False
+    m, s = (t.reshape(-1, dim if by_channel else groups.places).numpy() for t in (low, inverse))
+    out = codes.view(rows, dim).numpy()
+    if by_channel:
+        loop(bits, m, s, np.float32(top), source.shape[1], groups.size, out)
+    else:
+        loop(bits, m, s, np.float32(top), groups.size, out)
+    return True
+
+
+def _decode4(
+    data: memoryview, groups: Groups, step: torch.Tensor, low: torch.Tensor, into: torch.Tensor
+) -> bool:
+    """Decode in one compiled pass; False if there is no kernel for this tensor."""
+    rows, dim = prod(into.shape[:-1]), into.shape[-1]
+    out = bits16(into, (rows, dim))
+    by_channel = groups.axis != into.dim() - 1
+    loop = kernel("nibbles_by_channel" if by_channel else "nibbles_by_row")
+    if out is None or loop is None:
+        return False
+    packed = over(data, "uint8", (-(-rows // 2), dim)).numpy()
+    s, m = (t.reshape(-1, dim if by_channel else groups.places).numpy() for t in (step, low))
+    if by_channel:
+        loop(packed, s, m, into.shape[1], groups.size, out)
+    else:
+        loop(packed, s, m, groups.size, out)
+    return True
+
+
 def _each(groups: Groups, *numbers: torch.Tensor) -> list[list[torch.Tensor]]:
     """One view a place along the axis, broadcastable to the pieces of :meth:`Groups.cut`."""
-    return [list(t.split(1, dim=groups.axis)) for t in numbers]
+    return [[t.narrow(groups.axis, i, 1) for i in range(groups.places)] for t in numbers]
 
 
 def _tiles(piece: torch.Tensor) -> list[slice]:

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["available", "kernel"]
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["available", "bits16", "kernel"]
 
 
 @functools.cache
@@ -26,20 +30,37 @@ def available() -> bool:
     return os.environ.get("TIERKV_FAST") != "0" and importlib.util.find_spec("numba") is not None
 
 
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    numba = importlib.import_module("numba")
+    wrap = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
+    try:
+        found: Callable[..., Any] = wrap(cache=True)(function)
+    except RuntimeError:  # no writable directory to keep machine code in: compile every time
+        found = wrap()(function)
+    return found
+
+
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
-    numba = importlib.import_module("numba")
     loops = importlib.import_module("tierkv_codecs.loops")
-    wrap = numba.njit(nogil=True, cache=False, error_model="numpy", boundscheck=False)
-    # a compiled loop may call others: they are compiled in their own module's place
-    inner = {"transform": wrap(loops.transform)} if name == "levels_by_row" else {}
     function = getattr(loops, name)
-    if inner:
-        function = types.FunctionType(function.__code__, function.__globals__ | inner, name)
-    found: Callable[..., Any] = wrap(function)
-    return found
+    if name in ("levels_by_row", "rotate_rows"):
+        # what it calls has to be compiled too, without changing the module for others
+        names = function.__globals__ | {"transform": _compiled("transform")}
+        function = types.FunctionType(function.__code__, names, name)
+    return _jit(function)
 
 
 def kernel(name: str) -> Callable[..., Any] | None:
     """The compiled loop called ``name`` in :mod:`tierkv_codecs.loops`; None without numba."""
     return _compiled(name) if available() else None
+
+
+def bits16(tensor: torch.Tensor, shape: tuple[int, int]) -> NDArray[np.uint16] | None:
+    """A contiguous bfloat16 tensor's memory as kernels take it; None if it is anything else."""
+    import torch
+
+    if tensor.dtype is not torch.bfloat16 or not tensor.is_contiguous():
+        return None
+    found: NDArray[np.uint16] = tensor.view(torch.int16).numpy().view("uint16").reshape(shape)
+    return found

@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "codes_by_channel",
+    "codes_by_row",
+    "count_above",
     "floats8_by_channel",
     "floats8_by_row",
     "levels_by_row",
     "merge2",
     "nibbles_by_channel",
     "nibbles_by_row",
+    "rotate_rows",
     "split2",
     "transform",
 ]
@@ -26,6 +30,11 @@ __all__ = [
 _Array = Any
 _HALF = np.uint32(0x7FFF)
 _ONE = np.uint32(1)
+_SEVEN = np.uint32(7)
+_EIGHT = np.uint32(8)
+_FIFTEEN = np.uint32(15)
+_BYTE = np.uint32(0xFF)
+_WORD = np.uint32(0xFFFF)
 _HIGH = np.uint32(16)
 _SIGN = np.uint32(0x80)
 _SIGN_UP = np.uint32(24)
@@ -38,16 +47,80 @@ _LANES = 16
 def split2(words: _Array, low: _Array, high: _Array) -> None:
     """Rotate 16-bit words left by one and split them into their low and high bytes."""
     for i in range(words.size):
-        word = words[i]
-        low[i] = ((word << 1) | (word >> 15)) & 0xFF
-        high[i] = (word >> 7) & 0xFF
+        word = np.uint32(words[i])
+        low[i] = ((word << _ONE) | (word >> _FIFTEEN)) & _BYTE
+        high[i] = (word >> _SEVEN) & _BYTE
 
 
 def merge2(low: _Array, high: _Array, words: _Array) -> None:
     """Undo :func:`split2`."""
     for i in range(words.size):
-        word = low[i] | (high[i] << 8)
-        words[i] = ((word >> 1) | (word << 15)) & 0xFFFF
+        word = np.uint32(low[i]) | (np.uint32(high[i]) << _EIGHT)
+        words[i] = ((word >> _ONE) | (word << _FIFTEEN)) & _WORD
+
+
+def codes_by_channel(
+    source: _Array,
+    low: _Array,
+    inverse: _Array,
+    top: _Array,
+    tokens: int,
+    size: int,
+    codes: _Array,
+) -> None:
+    """Nearest codes 0 to ``top`` of ``(number - low) * inverse``, groups of ``size`` tokens.
+
+    Args:
+        source: bfloat16 as its bits, uint16 ``[heads * tokens, dim]``.
+        low: float32 ``[heads * groups, dim]``.
+        inverse: As ``low``; 0 for constant groups.
+        top: The highest code, float32.
+        tokens: Rows of a head.
+        size: Tokens of a group.
+        codes: uint8, as ``source``.
+    """
+    rows, dim = source.shape
+    count = (tokens + size - 1) // size
+    for row in range(rows):
+        group = row // tokens * count + row % tokens // size
+        for d in range(dim):
+            number = np.uint32(np.uint32(source[row, d]) << _HIGH).view(np.float32)
+            scaled = np.rint(np.float32(number - low[group, d]) * inverse[group, d])
+            codes[row, d] = np.uint8(min(scaled, top))
+
+
+def codes_by_row(
+    source: _Array, low: _Array, inverse: _Array, top: _Array, size: int, codes: _Array
+) -> None:
+    """As :func:`codes_by_channel` for rows, groups of ``size`` numbers; low ``[rows, groups]``."""
+    for row in range(source.shape[0]):
+        for group in range(low.shape[1]):
+            s, m = inverse[row, group], low[row, group]
+            numbers = source[row, group * size : (group + 1) * size]
+            target = codes[row, group * size : (group + 1) * size]
+            for d in range(target.size):
+                number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
+                scaled = np.rint(np.float32(number - m) * s)
+                target[d] = np.uint8(min(scaled, top))
+
+
+def count_above(numbers: _Array, inverse: _Array, cuts: tuple[Any, ...], codes: _Array) -> None:
+    """How many of ``cuts`` are below ``number * inverse``.
+
+    Args:
+        numbers: float32 ``[dim, rows]``.
+        inverse: float32 ``[rows]``.
+        cuts: float32, as a tuple: its length is part of the compiled loop.
+        codes: uint8, as ``numbers``.
+    """
+    for d in range(numbers.shape[0]):
+        row, target = numbers[d], codes[d]
+        for i in range(row.size):
+            scaled = np.float32(row[i] * inverse[i])
+            found = np.uint32(0)
+            for cut in cuts:
+                found += np.uint32(scaled > cut)
+            target[i] = found
 
 
 def nibbles_by_channel(
@@ -78,7 +151,7 @@ def nibbles_by_channel(
 
 def nibbles_by_row(packed: _Array, step: _Array, low: _Array, size: int, out: _Array) -> None:
     """``code * step + low`` for rows, groups of ``size`` numbers; step, low ``[rows, groups]``."""
-    rows, dim = out.shape
+    rows = out.shape[0]
     half = packed.shape[0]
     for row in range(rows):
         source = row if row < half else row - half
@@ -130,18 +203,35 @@ def floats8_by_row(codes: _Array, scale: _Array, out: _Array) -> None:
 
 
 def transform(work: _Array) -> None:
-    """Walsh-Hadamard transform of every column of float32 ``[n, 16]``, neighbours first."""
-    size = work.shape[0]
-    half = 1
-    while half < size:
-        for block in range(0, size, 2 * half):
-            for i in range(block, block + half):
-                upper, lower = work[i], work[i + half]
-                for lane in range(_LANES):
-                    left, right = upper[lane], lower[lane]
-                    upper[lane] = left + right
-                    lower[lane] = left - right
-        half *= 2
+    """Walsh-Hadamard transform of sixteen columns, neighbours first, two steps in one pass.
+
+    Args:
+        work: float32 ``[16 * n]``: the sixteen first numbers, the sixteen second ones, ...
+    """
+    size = work.size
+    span = _LANES
+    while 4 * span <= size:
+        for start in range(0, size, 4 * span):
+            one = work[start : start + span]
+            two = work[start + span : start + 2 * span]
+            three = work[start + 2 * span : start + 3 * span]
+            four = work[start + 3 * span : start + 4 * span]
+            for i in range(one.size):
+                a, b, c, d = one[i], two[i], three[i], four[i]
+                ab, cd = a + b, c + d
+                one[i] = ab + cd
+                three[i] = ab - cd
+                ab, cd = a - b, c - d
+                two[i] = ab + cd
+                four[i] = ab - cd
+        span *= 4
+    if 2 * span <= size:
+        one = work[:span]
+        two = work[span : 2 * span]
+        for i in range(one.size):
+            a, b = one[i], two[i]
+            one[i] = a + b
+            two[i] = a - b
 
 
 def levels_by_row(
@@ -165,7 +255,7 @@ def levels_by_row(
         sign: float32 ``[dim]``.
         starts: First number of each piece.
         sizes: Length of each piece.
-        work: float32 ``[dim, 16]``, room for the rows of a tile.
+        work: float32 ``[dim * 16]``, room for the rows of a tile.
         out: ``[rows, dim]``.
     """
     rows, dim = out.shape
@@ -178,11 +268,49 @@ def levels_by_row(
             shift = 0 if row < half_rows else 4
             s = step[row]
             for d in range(dim):
-                work[d, lane] = levels[(packed[source, d] >> shift) & 15] * (s * root[d])
+                work[d * _LANES + lane] = levels[(packed[source, d] >> shift) & 15] * (s * root[d])
         for piece in range(starts.size):
-            transform(work[starts[piece] : starts[piece] + sizes[piece]])
+            start = starts[piece] * _LANES
+            transform(work[start : start + sizes[piece] * _LANES])
         for lane in range(lanes):
             target = out[first + lane]
             for d in range(dim):
-                bits = np.float32(work[d, lane] * sign[d]).view(np.uint32)
+                bits = np.float32(work[d * _LANES + lane] * sign[d]).view(np.uint32)
                 target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def rotate_rows(
+    source: _Array,
+    root: _Array,
+    sign: _Array,
+    starts: _Array,
+    sizes: _Array,
+    work: _Array,
+    found: _Array,
+) -> None:
+    """Rotate rows into columns, norm kept; arguments as in :func:`levels_by_row`.
+
+    Args:
+        source: bfloat16 as its bits, uint16 ``[rows, dim]``.
+        root: float32 ``[dim]``.
+        sign: float32 ``[dim]``.
+        starts: First number of each piece.
+        sizes: Length of each piece.
+        work: float32 ``[dim * 16]``, room for the rows of a tile.
+        found: float32 ``[dim, rows]``.
+    """
+    rows, dim = source.shape
+    for first in range(0, rows, _LANES):
+        lanes = min(_LANES, rows - first)
+        for lane in range(lanes):
+            numbers = source[first + lane]
+            for d in range(dim):
+                number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
+                work[d * _LANES + lane] = number * sign[d]
+        for piece in range(starts.size):
+            start = starts[piece] * _LANES
+            transform(work[start : start + sizes[piece] * _LANES])
+        for d in range(dim):
+            target = found[d, first : first + lanes]
+            for lane in range(lanes):
+                target[lane] = work[d * _LANES + lane] * root[d]

@@ -193,7 +193,7 @@ class Planes(BytesCodec):
             header += (len(packed) if used else 0).to_bytes(4, "little")
             stored.append(np.frombuffer(packed, np.uint8) if used else plane)
         pieces = [np.frombuffer(header, np.uint8), *stored, source[count * width :]]
-        size = sum(piece.size for piece in pieces)
+        size: int = sum(piece.size for piece in pieces)
         if size > len(out):
             return None
         np.concatenate(pieces, out=np.frombuffer(out, np.uint8, count=size))

@@ -23,15 +23,17 @@ transform and the codes. With the extra ``fast`` decoding to bfloat16 is one pas
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from tierkv.errors import CodecError
 from tierkv.views import over
 from tierkv_codecs.affine import ROW_BYTES, check_finite, dtype_name, read_row, write_row
 from tierkv_codecs.grouped import Grouped
 from tierkv_codecs.hadamard import pieces, rotate, rotate_back, signs
+from tierkv_codecs.kernels import bits16, kernel
 from tierkv_codecs.packing import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ _LEVELS: Final = {
     3: (0.2451, 0.7560, 1.3439, 2.1520),
     4: (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6181, 2.0690, 2.7326),
 }
-"""Positive levels of the best quantiser of a standard normal number (Max 1960); part of the format."""
-_TILE: Final = 1 << 15  # numbers rotated at once
+"""Positive levels of the best quantiser of a standard normal number (Max 1960); format."""
+_TILE: Final = 1 << 15  # numbers worked on at once
 
 
 def _levels(bits: int) -> torch.Tensor:
@@ -57,12 +59,41 @@ def _levels(bits: int) -> torch.Tensor:
     return torch.tensor([*(-x for x in reversed(half)), *half], dtype=torch.float32)
 
 
-def _cuts(bits: int) -> torch.Tensor:
+@functools.cache
+def _cuts(bits: int) -> tuple[Any, ...]:
+    """Limits between the levels: float32 numbers, as a tuple for the kernel."""
     levels = _levels(bits)
-    return (levels[:-1] + levels[1:]).mul_(0.5)
+    return tuple((levels[:-1] + levels[1:]).mul_(0.5).numpy())
+
+
+def _look_up(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Levels of codes ``[dim, rows]``, float32 and contiguous."""
+    index = codes.int().reshape(-1)
+    return _levels(bits).index_select(0, index).view(codes.shape)
+
+
+def _codes(numbers: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
+    """Code of the nearest level for numbers ``[dim, rows]`` with a scale a row; uint8."""
+    import torch
+
+    inverse = step.reciprocal().masked_fill_(step == 0, 0)
+    codes = torch.zeros(numbers.shape, dtype=torch.uint8)
+    loop, cuts = kernel("count_above"), _cuts(bits)
+    if loop is not None:
+        loop(numbers.numpy(), inverse.numpy(), cuts, codes.numpy())
+        return codes
+    for tile in _tiles(*numbers.shape):
+        scaled = numbers[tile] * inverse
+        above = torch.empty(scaled.shape, dtype=torch.bool)
+        ones, found = above.view(torch.uint8), codes[tile]
+        for cut in map(float, cuts):  # many times faster than a search for each number
+            torch.gt(scaled, cut, out=above)
+            found.add_(ones)
+    return codes
 
 
 def _tiles(rows: int, dim: int) -> Iterator[slice]:
+    """Slices along the first axis."""
     step = max(1, _TILE // dim)
     return (slice(at, at + step) for at in range(0, rows, step))
 
@@ -73,6 +104,37 @@ def _root(dim: int) -> torch.Tensor:
 
     parts = [torch.full((size, 1), size**-0.5) for _, size in pieces(dim)]
     return torch.cat(parts)
+
+
+def _rotation(dim: int) -> tuple[Any, ...]:
+    """What kernels need to know: root, signs, starts and sizes of the pieces, room for a tile."""
+    import numpy as np
+
+    starts, sizes = (np.array(t) for t in zip(*pieces(dim), strict=True))
+    room = np.empty(16 * dim, np.float32)
+    return _root(dim).reshape(-1).numpy(), signs(dim).numpy(), starts, sizes, room
+
+
+def _rotate_fast(source: torch.Tensor, found: torch.Tensor) -> bool:
+    """Rotate in one compiled pass; False if there is no kernel for this tensor."""
+    dim, rows = found.shape
+    bits, loop = bits16(source, (rows, dim)), kernel("rotate_rows")
+    if bits is None or loop is None:
+        return False
+    loop(bits, *_rotation(dim), found.numpy())
+    return True
+
+
+def _decode_fast(data: memoryview, step: torch.Tensor, into: torch.Tensor) -> bool:
+    """Decode four-bit codes in one compiled pass; False if there is no kernel for this tensor."""
+    dim = into.shape[-1]
+    rows = len(step)
+    out, loop = bits16(into, (rows, dim)), kernel("levels_by_row")
+    if out is None or loop is None:
+        return False
+    packed = over(data, "uint8", (-(-rows // 2), dim)).numpy()
+    loop(packed, _levels(4).numpy(), step.numpy(), *_rotation(dim), out)
+    return True
 
 
 class Rotated(Grouped):
@@ -96,19 +158,14 @@ class Rotated(Grouped):
         Raises:
             CodecError: if a value is NaN, infinite, or too large for the arithmetic.
         """
-        import torch
-
         shape = tuple(source.shape)
         if source.numel() == 0 or self._per_channel(shape, tensor):
             super().encode(source, tensor, out)
             return
         rotated = self._rotated(source)
-        dim, rows = rotated.shape
         step = self._fit(rotated, out)
-        codes = torch.empty((rows, dim), dtype=torch.uint8)
-        for tile in _tiles(rows, dim):
-            codes[tile].copy_(self._codes(rotated[:, tile], step[tile]).t())
-        pack(codes, self.bits, out[ROW_BYTES + rows :])
+        codes = _codes(rotated, step, self.bits).t().contiguous()
+        pack(codes, self.bits, out[ROW_BYTES + len(codes) :])
 
     def _rotated(self, source: torch.Tensor) -> torch.Tensor:
         """Rotated rows as the columns of a float32 ``[dim, rows]``, norm kept."""
@@ -121,6 +178,8 @@ class Rotated(Grouped):
         rows = source.numel() // dim
         found = torch.empty((dim, rows), dtype=torch.float32)
         sign, root = signs(dim), _root(dim)
+        if _rotate_fast(source, found):
+            return found
         flat = source.reshape(rows, dim)
         for tile in _tiles(rows, dim):
             work = torch.empty((dim, len(flat[tile])), dtype=torch.float32)
@@ -129,24 +188,12 @@ class Rotated(Grouped):
             found[:, tile] = work.mul_(root)
         return found
 
-    def _codes(self, rotated: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        inverse = step.reciprocal().masked_fill_(step == 0, 0)
-        return torch.bucketize(rotated * inverse, _cuts(self.bits), out_int32=True)
-
     def _fit(self, rotated: torch.Tensor, out: memoryview) -> torch.Tensor:
         """Best scale of each row for its codes; writes it to ``out``, rounded as returned."""
-        dim, rows = rotated.shape
-        spread = rotated.square().sum(0).div_(dim).sqrt_()
-        step = spread.clone()
-        levels = _levels(self.bits)
-        for tile in _tiles(rows, dim):
-            numbers = rotated[:, tile]
-            taken = levels[self._codes(numbers, spread[tile])]
-            step[tile] = (numbers * taken).sum(0) / taken.square().sum(0)
-        step.masked_fill_(spread == 0, 0)
-        return write_row(step, out, up=False)
+        spread = rotated.square().sum(0).div_(len(rotated)).sqrt_()
+        taken = _look_up(_codes(rotated, spread, self.bits), self.bits)
+        step = (rotated * taken).sum(0).div_(taken.square_().sum(0))
+        return write_row(step.masked_fill_(spread == 0, 0), out, up=False)
 
     def decode(self, data: memoryview, tensor: str, into: torch.Tensor) -> None:
         """Look the levels up, scale and rotate back; rounded once to the dtype of ``into``.
@@ -168,20 +215,19 @@ class Rotated(Grouped):
         dim = shape[-1]
         rows = prod(shape[:-1])
         step = read_row(self.name, data, (rows,))
+        packed = data[ROW_BYTES + rows :]
+        if self.bits == 4 and _decode_fast(packed, step, into):
+            return
         codes = torch.empty((rows, dim), dtype=torch.uint8)
-        unpack(data[ROW_BYTES + rows :], self.bits, codes)
-        levels, sign, root = _levels(self.bits), signs(dim), _root(dim)
-        flat = into.view(rows, dim) if into.is_contiguous() else torch.empty(
-            (rows, dim), dtype=into.dtype
-        )
+        unpack(packed, self.bits, codes)
+        sign, root = signs(dim), _root(dim)
+        flat = into if into.is_contiguous() else torch.empty(shape, dtype=into.dtype)
         for tile in _tiles(rows, dim):
-            index = codes[tile].t().int()
-            work = levels.index_select(0, index.reshape(-1)).view(index.shape)
-            work.mul_(step[tile] * root)
+            work = _look_up(codes[tile].t(), self.bits).mul_(step[tile] * root)
             rotate_back(work, sign)
-            flat[tile].copy_(work.t())
-        if not into.is_contiguous():
-            into.copy_(flat.view(shape))
+            flat.view(rows, dim)[tile].copy_(work.t())
+        if flat is not into:
+            into.copy_(flat)
 
     def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
         """The rotated errors of a piece, all added up against one number; ``k``: half a step.
@@ -197,7 +243,7 @@ class Rotated(Grouped):
         rotated = self._rotated(source)
         dim, rows = rotated.shape
         step = self._fit(rotated, memoryview(bytearray(ROW_BYTES + rows)))
-        taken = _levels(self.bits)[self._codes(rotated, step)] * step
+        taken = _look_up(_codes(rotated, step, self.bits), self.bits).mul_(step)
         error = (rotated.double() - taken.double()).abs()
         kept, work = torch.finfo(source.dtype), torch.finfo(torch.float32)
         bound = torch.empty_like(error)

@@ -6,11 +6,13 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
 import tierkv
-from tierkv.errors import AttachError
+from tierkv.blocking import CacheManager
+from tierkv.errors import AttachError, ClosedError, ConfigError
 from tierkv.registry import resolve
 from tierkv_adapters import hf
 from tierkv_adapters.hf.compare import compare_tokens
@@ -247,15 +249,79 @@ async def test_refused_through_a_generation_config(kit: Any, llama: Any) -> None
             await kv.generate([1, 2, 3], generation_config=config)
 
 
-async def test_refused_prompts(kit: Any, llama: Any) -> None:
+REFUSED: list[tuple[Any, str]] = [
+    ("text", "needs a tokenizer"),
+    ([[1, 2], [3, 4]], "a batch of 2"),
+    ([], "empty"),
+    ([1, 2.0], "must be integers, not 2.0 .at index 1"),
+    (["1", "2"], "must be integers, not '1'"),
+    ([True, False], "must be integers, not True"),
+    (torch.tensor([1.7, 2.2]), "must be integers"),
+    (np.array([1.7, 2.2]), "must be integers"),
+    (torch.tensor(3), "not Tensor"),
+    (None, "not NoneType"),
+    (b"text", "not bytes"),
+    ({1, 2}, "not set"),
+    ({"input_ids": [1, 2]}, "not dict; pass its 'input_ids'"),
+    (iter([1, 2]), "not list_iterator"),
+    ([1, 97], "token id 97 .at index 1. is none of this model's: it knows 0 to 96"),
+    ([1, -1], "token id -1"),
+    ([2**70], f"token id {2**70}"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), REFUSED, ids=[message for _, message in REFUSED])
+async def test_refused_prompts(kit: Any, llama: Any, prompt: Any, message: str) -> None:
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
-        cases: list[tuple[Any, str]] = [("text", "tokenizer"), ([[1, 2], [3, 4]], "batch")]
-        for prompt, word in [*cases, ([], "empty"), ([1.5, 2.0], "integers")]:
-            with pytest.raises(AttachError, match=word):
-                await kv.generate(prompt, session="a", **GREEDY)
-        assert (await kv.generate([[1, 2, 3]], session="a", **GREEDY)).prompt_tokens == 3
-        assert (await kv.generate(torch.tensor([1, 2]), session="b", **GREEDY)).prompt_tokens == 2
+        with pytest.raises(AttachError, match=message):
+            await kv.generate(prompt, session="a", **GREEDY)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"session": 5}, {"session": ""}, {"tenant": None}, {"salt": "x"}, {"fidelity": "roughly"}],
+    ids=str,
+)
+async def test_malformed_sessions_are_refused(kit: Any, llama: Any, where: dict[str, Any]) -> None:
+    async with kit.opened() as engine:
+        kv = hf.attach(llama, engine)
+        with pytest.raises(ConfigError):
+            await kv.generate([1, 2, 3], **where, **GREEDY)
+        assert engine.stats().leases == 0
+
+
+async def test_prompts_of_many_kinds(kit: Any, llama: Any) -> None:
+    kinds: list[Any] = [[5, 6], (5, 6), range(5, 7), [[5, 6]], [np.int64(5), np.int32(6)]]
+    kinds += [np.array([5, 6]), torch.tensor([5, 6]), torch.tensor([[5, 6]])]
+    async with kit.opened() as engine:
+        kv = hf.attach(llama, engine)
+        for prompt in kinds:
+            reply = await kv.generate(prompt, session="a", max_new_tokens=1)
+            assert reply.input_ids == [5, 6], prompt
+
+
+async def test_a_tokenizer_of_another_model_is_found_out(kit: Any, llama: Any) -> None:
+    def foreign(_text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1, 50_000]}
+
+    async with kit.opened() as engine:
+        kv = hf.attach(llama, engine, tokenizer=foreign)
+        with pytest.raises(AttachError, match="is this the model's own tokenizer"):
+            await kv.generate("text", session="a", **GREEDY)
+
+
+async def test_attach_to_what_is_not_open(kit: Any, llama: Any) -> None:
+    async with kit.opened() as engine:
+        pass
+    manager = CacheManager(tiers=[HOST])
+    for target in (engine, manager):
+        with pytest.raises(ClosedError):
+            hf.attach(llama, target)
+    with manager:
+        pass
+    with pytest.raises(ClosedError):
+        hf.attach(llama, manager)
 
 
 async def test_a_model_in_training_mode_is_refused(kit: Any) -> None:

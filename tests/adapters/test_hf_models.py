@@ -195,6 +195,13 @@ def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 # ----------------------------------------------------------------- failures
 
 
+def test_a_cache_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERKV_CACHE_DIR", "/proc/x")
+
+    with pytest.raises(ConfigError, match=r"/proc/x/models .* TIERKV_CACHE_DIR"):
+        ensure_model("smollm2")
+
+
 def test_an_unknown_model_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="gemma3, smollm2"):
         ensure_model("gpt5")

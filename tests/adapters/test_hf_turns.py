@@ -16,6 +16,7 @@ from tierkv.blocks import KeyChain, part_id
 from tierkv.errors import BackendError, ClosedError, SessionBusyError
 from tierkv.registry import resolve
 from tierkv_adapters import hf
+from tierkv_adapters.hf.compare import compare_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +119,8 @@ async def test_f005_a_model_that_changes_while_it_runs_stores_nothing(kit: Any) 
         assert "the model changed" in str(status.reason)
         assert engine.stats().tiers["host"].entries == 0
         reply = await kv.generate(ids, session="a", **GREEDY)
-        assert (reply.reused_tokens, reply.output_ids) == (0, kit.plain(model, ids))
+        assert reply.reused_tokens == 0
+        assert compare_tokens(model, kit.plain(model, ids), reply.output_ids).ok
 
 
 async def test_each_layer_is_read_only_once_the_model_has_entered_it(

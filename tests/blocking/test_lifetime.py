@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio.lowlevel
@@ -23,9 +26,7 @@ from tierkv.workers import Signal
 from tierkv_backends.host import HostBackend
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
-    from pathlib import Path
 
 HOST = tierkv.Tier("host", "1MiB")
 
@@ -279,6 +280,24 @@ def test_an_interrupt_cancels_the_call_and_nothing_else(manager: CacheManager) -
     assert ended == ["cleaned up"]  # it had ended before the caller went on
     thread.join()
     assert manager.health()["status"] == "open"
+
+
+def test_the_tests_themselves_run_where_interrupts_are_ignored() -> None:
+    """As under ``nohup``, or in the background of a script."""
+    wanted = "test_an_interrupt_cancels_the_call_and_nothing_else"
+    tests = f"{Path(__file__)}::{wanted}"
+    command = f"trap '' INT; exec '{sys.executable}' -m pytest -q -p no:cacheprovider '{tests}'"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
 
 
 def test_an_interrupted_load_leaves_nothing_behind(no_thread_leaks: None) -> None:

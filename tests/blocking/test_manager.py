@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -82,10 +83,13 @@ def test_names_are_made_up_and_unique(manager: CacheManager) -> None:
         ({"name": 7}, "non-empty string"),
         ({"name": "a", "fidelity": "roughly"}, "'exact' or 'lossy'"),
         ({"name": "a", "ttl": "soon"}, "soon"),
+        ({"name": "a", "tenant": None}, "tenant is a text"),
+        ({"name": "a", "tenant": 5}, "tenant is a text"),
+        ({"name": "a", "salt": "grain"}, "salt is bytes"),
     ],
 )
 def test_arguments_of_a_session_are_checked_at_once(
-    manager: CacheManager, arguments: dict[str, str], complaint: str
+    manager: CacheManager, arguments: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         manager.create_session(**arguments)  # type: ignore[arg-type]
@@ -216,6 +220,17 @@ def test_flush_reset_stats_and_health(tmp_path: Path, no_thread_leaks: None) -> 
         assert "ops: open, 1 sessions" in repr(manager)
     assert manager.health() == {"status": "closed"}
     assert "ops: closed" in repr(manager)
+
+
+def test_any_free_port_for_metrics(no_thread_leaks: None) -> None:
+    with CacheManager(tiers=HOST) as manager:
+        assert manager.metrics_port is None
+    with CacheManager(tiers=HOST, metrics_port=0) as manager:
+        port = manager.metrics_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+            assert b"tierkv_build_info{" in reply.read()
+    with pytest.raises(ClosedError):
+        assert manager.metrics_port
 
 
 def test_lossy_compression_in_code_makes_sessions_lossy(no_thread_leaks: None) -> None:

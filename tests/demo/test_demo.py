@@ -45,7 +45,10 @@ def _demo(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 
 def test_everything_is_shown_and_identical(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     store = tmp_path / "store"
     result = _demo(capsys, "--model", str(tiny), "--keep", str(store))
@@ -66,6 +69,7 @@ def test_everything_is_shown_and_identical(
     assert back["reused_tokens"] / back["prompt_tokens"] >= 0.85
     assert any(path.is_file() for path in store.rglob("*"))
 
+    request.getfixturevalue("one_process")  # it was shown above that a new one answers
     again = _demo(capsys, "--model", str(tiny), "--keep", str(store))
     first = again["turns"][0]
     assert first["reused_tokens"] >= 0.9 * first["prompt_tokens"], "the kept store was not used"
@@ -187,7 +191,7 @@ def test_without_transformers_it_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
 
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert "pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -204,7 +208,7 @@ def test_without_an_index_it_says_where_to_get_weights(tmp_path: Path) -> None:
         timeout=100,
     )
 
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert "TIERKV_WHEELS" in done.stderr
     assert "--model DIR" in done.stderr
     assert "Traceback" not in done.stderr

@@ -50,6 +50,10 @@ class View(ABC):
         piece = self.pieces(layer, tensor, 0, 1)[0][1]
         return str(piece.dtype).removeprefix("torch."), piece.shape[0], piece.shape[2]
 
+    def room(self) -> int | None:
+        """How many tokens it has memory for; None if it does not know beforehand."""
+        return None
+
     def state(self, layer: int, tensor: str) -> torch.Tensor:
         """The whole tensor of a recurrent layer.
 

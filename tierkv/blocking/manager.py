@@ -141,6 +141,15 @@ class CacheManager(NamedSessions):
 
     # ------------------------------------------------------------------ the whole
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Loopback port on which ``/metrics`` is served; None if it is not.
+
+        Raises:
+            ClosedError: if the manager is not open.
+        """
+        return self.engine.metrics_port
+
     def stats(self) -> EngineStats:
         """Snapshot of the engine; ``sessions`` counts those created and not destroyed."""
         return self.call(self._stats)

@@ -87,6 +87,10 @@ class NamedSessions(Lifetime):
         name = name if name is not None else str(uuid.uuid4())
         if not name or not isinstance(name, str):
             raise ConfigError(f"a session's name is a non-empty string, not {name!r}")
+        if not isinstance(tenant, str):
+            raise ConfigError(f"tenant is a text, not {tenant!r:.80}; leave it out for none")
+        if not isinstance(salt, bytes):
+            raise ConfigError(f"salt is bytes, not {salt!r:.80}")
         fidelity = fidelity if fidelity is not None else self._fidelity
         if fidelity not in _FIDELITIES:
             raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")

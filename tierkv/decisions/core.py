@@ -301,6 +301,7 @@ class Decisions(Recorded):
         charges: Sequence[int],
         now: float,
         wall: float,
+        floor: int = 0,
     ) -> tuple[Drop, ...]:
         """Take over what a durable tier still holds, before anything is stored in it.
 
@@ -314,11 +315,14 @@ class Decisions(Recorded):
             charges: Bytes charged for each.
             now: Time on the monotonic clock of all calls.
             wall: The same moment on the wall clock, on which expiry times are stored.
+            floor: New generations are greater than this, too. What was stored last before a crash
+                may have left bytes on a medium that no record tells of any more.
         """
         self._tier(tier)
+        self._storer.seen(floor)
         drops = tuple(
             recover(self._at, self._storer, self._evictor, tier, parts, charges, now, wall)
         )
-        self._record("recover", now, (tier, parts, charges, wall), drops)
+        self._record("recover", now, (tier, parts, charges, wall, floor), drops)
         self._settle(now)
         return drops

@@ -69,6 +69,10 @@ class Figures:
             if index.resident[row] >> tier & 1:
                 yield part, index.generation[row], index.charge[tier][row]
 
+    def known(self) -> list[PartId]:
+        """Every part that has, gets or is missed as a link between copies. A quick snapshot."""
+        return list(self._at.index.rows)
+
     def state(self, part: PartId, now: float) -> PartState:
         """Where a part is, or why it is nowhere. Renews nothing."""
         at, index = self._at, self._at.index

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
-from tierkv.engine.lifecycle import Lifecycle
+from tierkv.engine.lifecycle import NOT_OPEN, Lifecycle, check_space
 from tierkv.engine.stats import EngineStats
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
+from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
-    from os import PathLike
 
     from tierkv.abc import Backend, Observer, View
     from tierkv.blocks import Identity, PartId
@@ -44,8 +45,13 @@ class Engine(Lifecycle):
     def space(
         self, identity: Identity, layout: Layout, block_tokens: int | None = None
     ) -> BoundSpace:
-        """Bind a space to this engine; several models may share one engine."""
-        return BoundSpace(self, Space(identity, layout, block_tokens or self.config.block_tokens))
+        """Bind a space to this engine; several models may share one engine.
+
+        Raises:
+            LayoutError: if identity, layout or block size make no space.
+        """
+        size = self.config.block_tokens if block_tokens is None else block_tokens
+        return BoundSpace(self, Space(identity, layout, size))
 
     def session(
         self,
@@ -68,17 +74,20 @@ class Engine(Lifecycle):
             space: Space to work in; None takes the engine's.
 
         Raises:
-            ConfigError: if no space is given here or at :func:`open`.
-            ClosedError: if the engine is closed.
+            ConfigError: if no space is given here or at :func:`open`, or an argument is malformed.
+            ClosedError: if the engine is not open.
         """
         if self.core.closed:
             raise ClosedError("the engine is closed")
-        state = self._sessions.ensure(self._space(space), tenant, name, salt)
+        space = self._space(space)
+        if name == "":
+            raise ConfigError("a session's name is a text that is not empty")
+        state = self._sessions.ensure(space, tenant, name, salt)
         quota = "session_quota" in self.config.tenants.get(tenant, {})
         return Session(self.runtime, self._sessions, state, ttl=ttl, fidelity=fidelity, quota=quota)
 
     def _space(self, space: Space | None) -> Space:
-        space = space or self.default_space
+        space = self.default_space if space is None else check_space(space)
         if space is None:
             raise ConfigError(
                 "this engine has no space of its own: pass space= to open() or session(), or use "
@@ -179,16 +188,22 @@ class Engine(Lifecycle):
     async def flush(self) -> FlushResult:
         """Wait for the copies under way and make everything durable that can be.
 
+        Returns:
+            How many parts would survive a crash now, and how many would not: also those that
+            sessions were asked to store and that no tier took or kept.
+
         Raises:
             BackendError: if a durable tier refuses to sync.
         """
-        return await self.runtime.behind.flush(self._parts())
-
-    def _parts(self) -> list[PartId]:
-        """Every part that has a copy somewhere."""
         core = self.core
-        copies = (core.decisions.parts(level.index) for level in core.levels)
-        return list({part for tier in copies for part, _, _ in tier})
+        wanted = {part: None async for part in sliced(core.decisions.known()) if self._has(part)}
+        for state in self._sessions:
+            async for part in sliced(state.wanted(core)):
+                wanted[part] = None
+        return await self.runtime.behind.flush(wanted)
+
+    def _has(self, part: PartId) -> bool:
+        return bool(self.core.decisions.state(part, self.core.clock()).tiers)
 
     async def reset(self) -> int:
         """Clear every session and forget every part that nobody is reading.
@@ -201,7 +216,8 @@ class Engine(Lifecycle):
             self._sessions.clear(state)
         await self.runtime.behind.drain()
         before = sum(core.decisions.entries(level.index) for level in core.levels)
-        core.free(core.decisions.forget(self._parts(), EvictReason.REMOVED, core.clock()))
+        async for part in sliced(core.decisions.known()):
+            core.free(core.decisions.forget([part], EvictReason.REMOVED, core.clock()))
         for level in core.levels:
             await self.workers.spawn(core.purge, level, name="purge").wait()
         return before - sum(core.decisions.entries(level.index) for level in core.levels)
@@ -210,10 +226,12 @@ class Engine(Lifecycle):
         """Run ``fn(*args)`` on the engine's loop soon; from any thread, without waiting.
 
         Raises:
+            ClosedError: if the engine was never opened.
             RuntimeError: if the loop is gone.
         """
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(fn, *args)
+        if self._loop is None:
+            raise ClosedError(NOT_OPEN)
+        self._loop.call_soon_threadsafe(fn, *args)
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine."""
@@ -244,9 +262,8 @@ class BoundSpace:
         return self.engine.session(name, space=self.space, **options)
 
 
-@asynccontextmanager
-async def open(
-    source: str | PathLike[str] | Mapping[str, Any] | EngineConfig | None = None,
+def open(
+    source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig | None = None,
     *,
     space: Space | None = None,
     backends: Sequence[Backend] | None = None,
@@ -254,8 +271,10 @@ async def open(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
     **settings: Any,
-) -> AsyncIterator[Engine]:
-    """Open an engine: ``async with tierkv.open("tierkv.toml", space=space) as engine``.
+) -> Engine:
+    """An engine; it is open inside its ``async with``.
+
+    ``async with tierkv.open("tierkv.toml", space=space) as engine``
 
     Args:
         source: TOML file, mapping or config; None for settings alone.
@@ -268,14 +287,20 @@ async def open(
             (``TIERKV_*``), which wins over the file.
 
     Raises:
-        ConfigError: if a setting is unknown, malformed or cannot be honoured.
-        BackendError: if a tier cannot be opened.
+        ConfigError: if a setting is unknown or malformed. Entering it raises one if a setting
+            cannot be honoured, and BackendError if a tier cannot be opened.
 
     Leaving closes the engine, which is bounded by ``close_timeout``.
     """
-    config, _ = load_config(source, **settings)
-    engine = Engine(
-        config, space=space, backends=backends, observer=observer, clock=clock, wall=wall
+    if source is not None and not isinstance(source, str | os.PathLike | Mapping | EngineConfig):
+        raise ConfigError(
+            f"need a TOML file, a mapping or a tierkv.EngineConfig, not {type(source).__name__}"
+        )
+    return Engine(
+        load_config(source, **settings).config,
+        space=space,
+        backends=backends,
+        observer=observer,
+        clock=clock,
+        wall=wall,
     )
-    async with engine:
-        yield engine

@@ -7,14 +7,15 @@ import logging
 import time
 import warnings
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from tierkv import __version__
 from tierkv.buffers import Staging
 from tierkv.engine.compose import make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
 from tierkv.engine.stats import CloseReport
-from tierkv.errors import BackendError, ClosedError
+from tierkv.errors import BackendError, ClosedError, ConfigError
+from tierkv.layout import Space
 from tierkv.metrics import EngineSnapshot, MetricsObserver, NullObserver, TierSnapshot, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
@@ -30,14 +31,26 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Backend, Observer
     from tierkv.config import EngineConfig
-    from tierkv.layout import Space
+    from tierkv.metrics import MetricsServer
     from tierkv.mover.core import Level
     from tierkv.session import SessionInfo
 
-__all__ = ["Lifecycle"]
+__all__ = ["NOT_OPEN", "Lifecycle", "check_space"]
 
 _log = logging.getLogger("tierkv")
 _LOOPS = ("write-behind", "housekeeping")
+NOT_OPEN = "the engine is not open: use it inside 'async with tierkv.open(...) as engine'"
+
+
+def check_space(space: object) -> Space:
+    """Take a space given by a caller.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if not isinstance(space, Space):
+        raise ConfigError(f"space= takes a tierkv.Space(identity, layout), not {space!r:.80}")
+    return space
 
 
 class Lifecycle:
@@ -56,7 +69,7 @@ class Lifecycle:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
-        self.default_space = space
+        self.default_space = None if space is None else check_space(space)
         self._backends = tuple(backends) if backends is not None else None
         self._clock = clock
         self._wall = wall
@@ -75,7 +88,7 @@ class Lifecycle:
         )
         self._runtime: Runtime | None = None
         self._table: SessionTable | None = None
-        self._server: Any = None
+        self._server: MetricsServer | None = None
         self._report: CloseReport | None = None
         self._closing: Signal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -190,7 +203,7 @@ class Lifecycle:
             return self._report or CloseReport(0)
         self._closing = Signal()
         core, behind = self._core, self.runtime.behind
-        core.closed = True
+        core.closing.set()
         try:
             if self.workers.running:
                 await self.workers.outlast(self._drain, core, behind)
@@ -216,7 +229,7 @@ class Lifecycle:
 
     async def _shut(self, core: Core, levels: Sequence[Level]) -> None:
         """End the jobs, then close tiers, files and threads; each step comes, whatever happens."""
-        core.closed = True
+        core.closing.set()
         grace = float(self.config.close_timeout)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.workers.aclose, grace)
@@ -261,7 +274,21 @@ class Lifecycle:
     ) -> None:
         await self.aclose()
 
+    def __enter__(self) -> NoReturn:
+        raise ClosedError(
+            "an engine is opened with 'async with', not 'with'; synchronous callers use "
+            "tierkv.blocking.CacheManager"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: see :meth:`__enter__`."""
+
     # ------------------------------------------------------------------ parts
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Loopback port on which ``/metrics`` is served; None if it is not."""
+        return None if self._server is None else self._server.port
 
     @property
     def core(self) -> Core:
@@ -271,20 +298,20 @@ class Lifecycle:
             ClosedError: if the engine was not opened.
         """
         if self._core is None:
-            raise ClosedError("the engine is not open: use 'async with tierkv.open(...)'")
+            raise ClosedError(NOT_OPEN)
         return self._core
 
     @property
     def runtime(self) -> Runtime:
         """What sessions need of the engine."""
         if self._runtime is None:
-            raise ClosedError("the engine is not open: use 'async with tierkv.open(...)'")
+            raise ClosedError(NOT_OPEN)
         return self._runtime
 
     @property
     def _sessions(self) -> SessionTable:
         if self._table is None:
-            raise ClosedError("the engine is not open: use 'async with tierkv.open(...)'")
+            raise ClosedError(NOT_OPEN)
         return self._table
 
     def sessions(self) -> list[SessionInfo]:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import threading
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    import threading
-    from wsgiref.simple_server import WSGIServer
+    from collections.abc import Iterable
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from prometheus_client import CollectorRegistry
 
 __all__ = ["MetricsServer", "serve"]
+
+_log: Final = logging.getLogger("tierkv.metrics")
+_PATH: Final = "/metrics"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True  # a scrape that hangs does not keep the process
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a scrape every few seconds is no news."""
 
 
 class MetricsServer:
@@ -29,7 +46,7 @@ class MetricsServer:
 
     def __repr__(self) -> str:
         state = "open" if self._thread else "closed"
-        return f"<MetricsServer 127.0.0.1:{self.port} {state}>"
+        return f"<MetricsServer {_LOOPBACK}:{self.port} {state}>"
 
     def close(self) -> None:
         """Stop serving and free the port; idempotent. Blocks up to half a second."""
@@ -41,7 +58,9 @@ class MetricsServer:
 
 
 def serve(registry: CollectorRegistry, port: int) -> MetricsServer:
-    """Serve ``registry`` at ``http://127.0.0.1:<port>/metrics`` until closed.
+    """Serve ``registry`` at ``http://127.0.0.1:<port>/metrics`` until closed; log where.
+
+    Any other path is answered with 404.
 
     Args:
         registry: What to serve, e.g. :attr:`MetricsObserver.registry`.
@@ -50,11 +69,25 @@ def serve(registry: CollectorRegistry, port: int) -> MetricsServer:
     Raises:
         ConfigError: if the port cannot be opened, e.g. because it is in use.
     """
+    page = make_wsgi_app(registry)
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        server = make_server(_LOOPBACK, port, _one_path(page), _Server, handler_class=_Handler)
     except OSError as error:
         raise ConfigError(
-            f"metrics_port {port}: cannot listen on 127.0.0.1 ({error}); "
+            f"metrics_port {port}: cannot listen on {_LOOPBACK} ({error}); "
             f"choose another port, or 0 for any free one"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="tierkv-metrics", daemon=True)
+    thread.start()
+    _log.info("metrics at http://%s:%d%s", _LOOPBACK, server.server_port, _PATH)
     return MetricsServer(server, thread)
+
+
+def _one_path(page: WSGIApplication) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == _PATH:
+            return page(environ, start)
+        start("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"there is only {_PATH} here\n".encode()]
+
+    return answer

@@ -19,10 +19,11 @@ from tierkv.errors import ClosedError, CodecError
 from tierkv.frame import decode_header
 from tierkv.mover.copying import Copy, copy_batch
 from tierkv.mover.core import stored_part
+from tierkv.mover.slices import sliced
 from tierkv.workers import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from tierkv.abc import StoredPart
     from tierkv.blocks import PartId
@@ -35,7 +36,6 @@ __all__ = ["FlushResult", "WriteBehind"]
 _BATCH_BYTES = 16 * 1024 * 1024
 _BATCH_PARTS = 128
 _ROOM_TIMEOUT_S = 2.0
-_SLICE_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class FlushResult:
 
     Attributes:
         durable: Parts that would survive a crash of the machine.
-        missing: Parts that are nowhere durable (no such tier, no room, a failure).
+        missing: Parts that would not: there is no such tier, no room in it, or it fails.
     """
 
     durable: int
@@ -161,8 +161,14 @@ class WriteBehind:
                     raise ClosedError("the engine was closed before everything was written")
                 await self._done.wait()
 
+    def holding(self, level: Level) -> list[Copy]:
+        """Copies under way out of this tier: what they copy may go only when they are done."""
+        core = self._core
+        mine = [copy for copy in self._taken if copy.source == level.index]
+        return [] if mine and core.hangs(core.levels[mine[0].target]) else mine
+
     async def make_room(self, level: Level, nbytes: int, tenant: str) -> bool:
-        """Demote dirty parts of a tier until ``nbytes`` are free there.
+        """Demote dirty parts of a tier until ``nbytes`` are free there, or wait for copies of it.
 
         Returns:
             Whether the tier was quick enough that asking again makes sense.
@@ -174,59 +180,61 @@ class WriteBehind:
             level.index, nbytes, tenant=tenant, now=core.clock()
         )
         core.free(drops)
-        if not demotes:
-            return bool(drops)
+        if drops and not demotes:
+            return True
+        if any(core.hangs(core.levels[target]) for target in {d.target for d in demotes}):
+            core.decisions.cancel_demote(demotes, core.clock())
+            return False
+        awaited = self.demote(demotes) if demotes else self.holding(level)
+        if not awaited:
+            return False
         try:
             async with asyncio.timeout(_ROOM_TIMEOUT_S):
-                await self._settled(self.demote(demotes))
+                await self._settled(awaited)
         except TimeoutError:
             return False
         return True
 
-    async def flush(self, parts: Sequence[PartId]) -> FlushResult:
+    async def flush(self, parts: Collection[PartId]) -> FlushResult:
         """Make these parts durable, as far as there are tiers and room for it.
+
+        Returns:
+            How many of them are durable now, and how many are not, wherever they are.
 
         Raises:
             BackendError: if a durable tier refuses to sync.
             ClosedError: if the engine is closed meanwhile.
         """
         core = self._core
-        durable = {level.index for level in core.levels if level.backend.durable}
+        start = core.clock()
+        durable = [level for level in core.levels if level.backend.durable]
         if durable:
-            await self._settled(await self._bring_onwards(parts, min(durable)))
+            await self._settled(await self._bring_onwards(parts, durable[0].index))
         # only what was written before the sync began is known to have reached the medium
-        written = {part async for part, tiers in self._resident(parts) if durable & set(tiers)}
-        for index in sorted(durable):
-            await core.workers.spawn(core.flush, core.levels[index], name="flush").wait()
-        safe = missing = 0
-        async for part, tiers in self._resident(parts):
-            if part in written and durable & set(tiers):
-                safe += 1
-            else:
-                missing += 1
-        return FlushResult(durable=safe, missing=missing)
+        written = [part async for part in sliced(parts) if self._is_durable(part)]
+        for level in durable:
+            await core.workers.spawn(core.flush, level, name="flush").wait()
+        safe = 0
+        async for part in sliced(written):
+            safe += self._is_durable(part)
+        core.observer.operation(op="flush", tier="", seconds=core.clock() - start)
+        return FlushResult(durable=safe, missing=len(parts) - safe)
 
-    async def _resident(
-        self, parts: Sequence[PartId]
-    ) -> AsyncIterator[tuple[PartId, tuple[int, ...]]]:
-        """Where each part is that is anywhere; gives the loop back now and then."""
+    def _is_durable(self, part: PartId) -> bool:
         core = self._core
-        for number, part in enumerate(parts):
-            if number % _SLICE_PARTS == _SLICE_PARTS - 1:
-                await asyncio.sleep(0)
-            tiers = core.decisions.state(part, core.clock()).tiers
-            if tiers:
-                yield part, tiers
+        tiers = core.decisions.state(part, core.clock()).tiers
+        return any(core.levels[tier].backend.durable for tier in tiers)
 
-    async def _bring_onwards(self, parts: Sequence[PartId], target: int) -> list[Copy]:
+    async def _bring_onwards(self, parts: Iterable[PartId], target: int) -> list[Copy]:
         """See that parts which are nowhere durable are on their way to ``target``."""
         core = self._core
         copies = []
-        async for part, tiers in self._resident(parts):
+        async for part in sliced(parts):
             copy = self._waiting.get((part, target))
-            if copy is None and not any(core.levels[t].backend.durable for t in tiers):
+            if copy is None and not self._is_durable(part):
                 state = core.decisions.state(part, core.clock())
-                copy = self._describe(part, state.generation, tiers[0], target)
+                if state.tiers:
+                    copy = self._describe(part, state.generation, state.tiers[0], target)
                 if copy is not None:
                     self._put(copy)
             if copy is not None:
@@ -255,9 +263,10 @@ class WriteBehind:
                     self.failed += await copy_batch(self._core, self._taken)
                 finally:
                     self._settle(self._taken)
-        except asyncio.CancelledError:  # the engine is closing
-            self._ended = True
-            self._done.set()
+        except asyncio.CancelledError:
+            if self._core.workers.stopping:  # else a stray one: this loop is started again
+                self._ended = True
+                self._done.set()
             raise
 
     def _settle(self, batch: Sequence[Copy]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from tierkv.chains import stored_chain
 from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.errors import BackendError, IntegrityError
 from tierkv.frame import decode_header
+from tierkv.mover.faults import FaultLog
 from tierkv.pipeline import Pipeline
 from tierkv.workers import Signal
 
@@ -27,15 +27,24 @@ if TYPE_CHECKING:
     from tierkv.layout import Space
     from tierkv.workers import Workers
 
-__all__ = ["INLINE_BYTES", "SLICE_BYTES", "Core", "Level", "derivation", "stored_part"]
-
-_log = logging.getLogger("tierkv.mover")
+__all__ = [
+    "INLINE_BYTES",
+    "PATIENCE_S",
+    "SLICE_BYTES",
+    "Core",
+    "Level",
+    "derivation",
+    "stored_part",
+]
 
 INLINE_BYTES = 512 * 1024
 """A batch of RAM copies below this runs on the loop: a thread hop would cost more."""
 
 SLICE_BYTES = 32 * 1024 * 1024
 """Most bytes copied in one worker call: what a cancelled caller may have to wait for."""
+
+PATIENCE_S = 10.0
+"""A write to a medium that takes longer is waited for by no store: the tier hangs."""
 
 
 @dataclass(slots=True)
@@ -50,6 +59,7 @@ class Level:
         doomed: Copies that were forgotten and are still to be deleted.
         purging: Set (and not None) while they are being deleted.
         failures: Writes that failed as a whole, one after the other.
+        writing: When each write that is under way began, oldest first.
     """
 
     index: int
@@ -59,6 +69,7 @@ class Level:
     doomed: list[tuple[PartId, int]] = field(default_factory=list)
     purging: Signal | None = None
     failures: int = 0
+    writing: dict[object, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -122,13 +133,24 @@ class Core:
         self.wall = wall
         self.verify_host = verify_host
         self.window_bytes = max(min(staging.limit // 4, 2 * SLICE_BYTES), 1)
-        self.closed = False
+        self.closing = Signal()
         self.bytes_copied = 0
+        self.faults = FaultLog(clock)
         self.spaces: dict[bytes, Space] = {}
         self.storing: dict[PartId, Signal] = {}
         self.peaks = [0] * len(self.levels)
         self._reading: dict[tuple[int, PartId, int], int] = {}
         self._pipelines: dict[tuple[bytes, str], Pipeline] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed, or being closed."""
+        return self.closing.is_set()
+
+    def hangs(self, level: Level) -> bool:
+        """Whether a write to this tier takes so long that nobody should wait for another one."""
+        oldest = next(iter(level.writing.values()), None)
+        return oldest is not None and self.clock() - oldest > PATIENCE_S
 
     def pipeline(self, space: Space, level: Level) -> Pipeline:
         """The codec chain of a tier, bound to a space."""
@@ -239,6 +261,9 @@ class Core:
         try:
             await level.backend.delete(doomed)
             failed = 0
+        except Exception as error:
+            self.faults.raised(level.name, "delete", error)
+            raise
         finally:
             if failed:
                 level.doomed = doomed + level.doomed
@@ -290,7 +315,6 @@ class Core:
             results = await level.backend.read(requests, into)
             _check_length(level, results, len(requests))
         except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
-            _log.warning("tier %s: a read of %d ranges failed", level.name, len(requests))
             results = [IoResult(IoStatus.ERROR, error)] * len(requests)
         finally:
             for key in reading:
@@ -303,7 +327,8 @@ class Core:
 
     async def write(self, level: Level, items: Sequence[WriteItem]) -> list[IoResult]:
         """One backend write, timed; whatever the backend raises becomes a result."""
-        start = self.clock()
+        start, token = self.clock(), object()
+        level.writing[token] = start
         names = {(item.stored.part, item.stored.generation) for item in items}
         again: set[tuple[PartId, int]] = set()
         try:
@@ -314,8 +339,9 @@ class Core:
             results = await level.backend.write(items)
             _check_length(level, results, len(items))
         except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
-            _log.warning("tier %s: a write of %d frames failed", level.name, len(items))
             results = [IoResult(IoStatus.ERROR, error)] * len(items)
+        finally:
+            del level.writing[token]
         for item, result in zip(items, results, strict=True):
             if not _ok(result) and (item.stored.part, item.stored.generation) in again:
                 level.doomed.append((item.stored.part, item.stored.generation))
@@ -333,9 +359,11 @@ class Core:
         try:
             await self.purge(level)
             await level.backend.flush()
-        except BackendError:
+        except BackendError as error:
+            self.faults.raised(level.name, "sync", error)
             raise
         except Exception as error:
+            self.faults.raised(level.name, "sync", error)
             raise BackendError(level.name, f"cannot sync: {error!r}") from error
 
     def _observe(
@@ -347,6 +375,7 @@ class Core:
         start: float,
         results: Sequence[IoResult],
     ) -> None:
+        self.faults.results(level.name, direction, results)
         self.observer.io(
             tier=level.name,
             direction=direction,

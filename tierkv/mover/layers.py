@@ -1,19 +1,21 @@
 """Layer-wise loads: a layer is yielded as soon as it is verified and in place.
 
-One backend call per layer and tier (a layer larger than the staging window takes several). The
-next layer is on its way while the caller computes with the one it was given.
+One backend call per layer and tier (a layer larger than the staging window, or of more than
+:data:`BATCH_PARTS` parts, takes several). The next layer is on its way while the caller computes with the one it was given.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.abc import IoStatus, ReadRequest
 from tierkv.decisions.types import EvictReason
 from tierkv.errors import CapacityError, ClosedError, CodecError, LoadIncomplete
-from tierkv.frame import header_bytes, page_round
+from tierkv.frame import ALIGN, header_bytes, page_round
 from tierkv.mover.core import INLINE_BYTES, derivation
+from tierkv.mover.slices import sliced
 from tierkv.pipeline import deliver, layer_range, open_frame, verify
 
 if TYPE_CHECKING:
@@ -26,9 +28,12 @@ if TYPE_CHECKING:
     from tierkv.mover.load import LoadPlan
     from tierkv.workers import Job
 
-__all__ = ["LayerLoad"]
+__all__ = ["BATCH_PARTS", "LayerLoad"]
 
 _ALIGN = 4096
+_INLINE_PARTS = 64
+BATCH_PARTS = 512
+"""Most parts of one backend call or worker call: to set up more would hold up the loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +45,13 @@ class _Source:
     header: Header | None = None
 
 
+_Span = tuple[_Source, int, int]
+
+
 class _Ranges:
     """One layer's byte ranges of several parts of one tier, in staging memory."""
 
-    def __init__(self, core: Core, tier: int, spans: Sequence[tuple[_Source, int, int]]) -> None:
+    def __init__(self, core: Core, tier: int, spans: Sequence[_Span]) -> None:
         self._core = core
         self._level = core.levels[tier]
         self._buffer: Buffer | None = None
@@ -124,7 +132,7 @@ class LayerLoad:
                 staging = self._core.staging
                 # a consumer may take its time with a layer: it must not starve other loads
                 if 2 * staging.used <= staging.limit:
-                    self._ahead = self._depart(*self._order[self._next])
+                    self._ahead = await self._depart(*self._order[self._next])
             else:
                 self._finish()
         except BaseException:
@@ -151,7 +159,7 @@ class LayerLoad:
         sources = self._sources.get(group, [])
         batches, self._ahead = self._ahead, None
         if batches is None:
-            batches = self._depart(layer, group)
+            batches = await self._depart(layer, group)
         try:
             await self._in_memory(layer, sources)
             for ranges in batches:
@@ -165,44 +173,59 @@ class LayerLoad:
             for ranges in batches:
                 ranges.leave()
 
-    def _depart(self, layer: int, group: int) -> list[_Ranges]:
+    async def _depart(self, layer: int, group: int) -> list[_Ranges]:
         """Start reading one layer from every tier that the engine cannot address."""
-        spans: dict[int, list[tuple[_Source, int, int]]] = {}
-        for source in self._sources.get(group, ()):
-            if self._core.levels[source.found.tier].memory is None:
-                low, high = self._span(source, layer, group)
-                spans.setdefault(source.found.tier, []).append((source, low, high))
-        out = []
-        for tier, wanted in spans.items():
-            batch: list[tuple[_Source, int, int]] = []
-            size = 0
-            for span in wanted:
-                length = span[2] - span[1]
-                if batch and size + length > self._core.window_bytes:
-                    out.append(_Ranges(self._core, tier, batch))
-                    batch, size = [], 0
-                batch.append(span)
-                size += length
-            out.append(_Ranges(self._core, tier, batch))
-        return out
+        core = self._core
+        bound = self._bound(layer, group)
+        full: list[tuple[int, list[_Span]]] = []
+        open_: dict[int, tuple[list[_Span], int]] = {}  # by tier: the batch being filled, its bytes
+        async for source in sliced(self._sources.get(group, ())):
+            tier = source.found.tier
+            if core.levels[tier].memory is not None:
+                continue
+            low, high = self._range(source, layer, bound)
+            batch, size = open_.get(tier, ([], 0))
+            if batch and (size + high - low > core.window_bytes or len(batch) == BATCH_PARTS):
+                full.append((tier, batch))
+                batch, size = [], 0
+            batch.append((source, low, high))
+            open_[tier] = batch, size + high - low
+        if self._closed:
+            raise ClosedError("the match of this layer-wise load was left")
+        full += [(tier, batch) for tier, (batch, _) in open_.items()]
+        return [_Ranges(core, tier, batch) for tier, batch in full]
 
-    def _span(self, source: _Source, layer: int, group_number: int) -> tuple[int, int]:
+    def _bound(self, layer: int, number: int) -> int:
+        """Bytes at the start of a frame that are sure to hold this layer, whatever its codecs.
+
+        Layers stand in the order of the layout, which need not be that of their numbers; no
+        section is longer than its raw bytes and its alignment.
+        """
+        group, tokens = self._plan.space.layout.groups[number], self._plan.space.block_tokens
+        bound = header_bytes(group)
+        for entry in group.layers:
+            bound += sum(group.section_bytes(t, tokens) + ALIGN for t in entry.tensors)
+            if entry.index == layer:
+                break
+        return page_round(bound)
+
+    @staticmethod
+    def _range(source: _Source, layer: int, bound: int) -> tuple[int, int]:
         """Page-aligned byte range to read; the first one of a part brings its header along."""
         whole = page_round(source.found.nbytes)
-        if source.header is not None:
-            low, high = layer_range(source.header, layer)
-            return low // _ALIGN * _ALIGN, min(page_round(high), whole)
-        # A section is never longer than its raw bytes (+ alignment), so this covers the layer.
-        group = self._plan.space.layout.groups[group_number]
-        first = next(entry for entry in group.layers if entry.index == layer)
-        tokens = self._plan.space.block_tokens
-        bound = sum(group.section_bytes(t, tokens) + 64 for t in first.tensors)
-        return 0, min(page_round(header_bytes(group) + bound), whole)
+        if source.header is None:
+            return 0, min(bound, whole)
+        low, high = layer_range(source.header, layer)
+        return low // _ALIGN * _ALIGN, min(page_round(high), whole)
 
     async def _in_memory(self, layer: int, sources: Sequence[_Source]) -> None:
         core = self._core
-        ready = []
+        ready: list[tuple[_Source, memoryview, int]] = []
         for source in sources:
+            if len(ready) == BATCH_PARTS:
+                await self._deliver(layer, ready, verified=not core.verify_host)
+                ready = []
+                await asyncio.sleep(0)
             found = source.found
             memory = core.levels[found.tier].memory
             if memory is None:
@@ -231,11 +254,11 @@ class LayerLoad:
     async def _deliver(
         self, layer: int, ready: Sequence[tuple[_Source, memoryview, int]], *, verified: bool
     ) -> None:
-        nbytes = sum(
-            s.found.nbytes // max(len(self._plan.space.layout.groups[s.found.group].layers), 1)
-            for s, _, _ in ready
-        )
-        if nbytes < INLINE_BYTES:
+        if not ready:
+            return
+        group = self._plan.space.layout.groups[ready[0][0].found.group]
+        nbytes = sum(s.found.nbytes for s, _, _ in ready) // len(group.layers)
+        if nbytes < INLINE_BYTES and len(ready) <= _INLINE_PARTS:
             bad = self._copy(layer, ready, verified)
         else:
             bad = await self._core.workers.run(self._copy, layer, ready, verified)

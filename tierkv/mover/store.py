@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.types import SkipReason, StoreItem
-from tierkv.mover.core import INLINE_BYTES, SLICE_BYTES
+from tierkv.mover.core import INLINE_BYTES, PATIENCE_S, SLICE_BYTES
 from tierkv.mover.plans import PartOutcome
 from tierkv.mover.writing import Writing, allocate, frame_bytes, write_and_publish
 
@@ -34,6 +34,7 @@ _TRY_SLOWER = (
     SkipReason.TENANT_QUOTA,
     SkipReason.FAILED,
     SkipReason.NO_PARENT,
+    SkipReason.BACKPRESSURE,
 )
 
 
@@ -109,8 +110,8 @@ async def _store_batch(core: Core, behind: WriteBehind, batch: Sequence[_Run]) -
         if busy:  # wait for the others' outcome, then look again
             for new in busy:
                 signal = core.storing.get(new.part)
-                if signal is not None:
-                    await signal.wait()
+                if signal is not None and not await signal.wait(PATIENCE_S):
+                    break  # theirs hangs: no need to ask each of them
             for run in batch:
                 run.keep(_WAIT_AND_SEE)
             await _store_level(core, behind, level, batch)
@@ -135,6 +136,10 @@ def _accept_promoted(core: Core, run: _Run) -> None:
 async def _store_level(
     core: Core, behind: WriteBehind, level: Level, batch: Sequence[_Run]
 ) -> None:
+    if core.hangs(level):
+        for run in batch:
+            run.note([PartOutcome(False, SkipReason.BACKPRESSURE, level.index)] * len(run.left))
+        return
     works: list[tuple[_Run, Writing]] = []
     try:
         for run in batch:
@@ -155,7 +160,11 @@ async def _store_level(
             job = core.workers.spawn(write_and_publish, core, level, writings, name="store")
             for work in writings:
                 work.handed_over = True
-            await job.wait()
+            if await job.ended.wait(PATIENCE_S):
+                await job.wait()
+            else:  # the job has its own copy of the KV: it goes on without us
+                for work in writings:
+                    work.leave()
     finally:
         for _, work in works:
             if not work.handed_over:
@@ -201,7 +210,9 @@ async def _reserve(
             session=plan.session,
             session_bytes=core.decisions.session_bytes(plan.session_parts),
         )
-        if not (reservation.short and patient) or attempt == _DEMOTE_ROUNDS - 1:
+        full = any(o.skip is SkipReason.FULL for o in reservation.outcomes)
+        may_help = reservation.short or (full and behind.holding(level))
+        if not (may_help and patient) or attempt == _DEMOTE_ROUNDS - 1:
             return reservation
         # what was taken is given back while we wait: others must not find it in flight for long
         taken = [i for i, o in enumerate(reservation.outcomes) if o.generation]

@@ -203,6 +203,11 @@ class Writing:
         if signal is not None:
             signal.set()
 
+    def leave(self) -> None:
+        """Stop waiting for what is not published yet: as far as this store goes, it is skipped."""
+        for index in self._open:
+            self.outcomes[index] = PartOutcome(False, SkipReason.BACKPRESSURE, self._level.index)
+
     def abandon(self) -> None:
         """Roll back whatever was not published, as if it had never been. Atomic, idempotent."""
         self._give_up(sorted(self._open), SkipReason.CLOSED)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from tierkv.errors import ClosedError, ConfigError
+from tierkv.errors import ClosedError, ConfigError, SessionBusyError
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from tierkv.layout import Space
     from tierkv.mover.load import Progress
+    from tierkv.session.match import Match
     from tierkv.session.table import Runtime, SessionState, SessionTable
 
 __all__ = ["Handle"]
@@ -26,6 +28,7 @@ class Handle:
         lossy: Whether lossy copies are welcome.
         quota: Whether the session has a byte quota.
         lineage: The loads since the match that this handle opened last.
+        matches: Its open matches; leaving the handle leaves them.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Handle:
         self.lossy = fidelity == "lossy"
         self.quota = quota
         self.lineage: list[Progress] = []
+        self.matches: set[Match] = set()
         self._table = table
         self._ttl = None if ttl is None else parse_duration(ttl)
         self._open = False
@@ -103,8 +107,26 @@ class Handle:
         trace: TracebackType | None,
     ) -> None:
         self._open = False
+        for match in list(self.matches):
+            match.close()
         self.state.handles -= 1
         self.state.used = self.runtime.core.clock()
+
+    def remember(self, token_ids: Sequence[int]) -> None:
+        """Make ``token_ids`` the session's history, e.g. a reply whose last token has no KV yet.
+
+        Hashes what is new on the loop, at about 2 us a block. No await, so that a cancelled turn
+        can put back the history that it began with.
+
+        Raises:
+            LayoutError: if they are no token ids.
+            SessionBusyError: if somebody else has a turn running.
+        """
+        if not self.state.turns.free_for(self):
+            raise SessionBusyError(
+                f"session {self.id!r} has a turn running: remember() belongs inside your own turn"
+            )
+        self.state.follow(token_ids)
 
     def check_open(self) -> None:
         """Refuse to work on a handle that is not open.
@@ -121,10 +143,20 @@ class Handle:
         """Wait for the session's turn; nests. Pair with :meth:`end_turn`.
 
         Raises:
-            SessionBusyError: if a turn runs and the engine is set to refuse a second one.
+            ClosedError: if the handle is not open, or the engine is closed.
+            SessionBusyError: if a turn runs and the engine is set to refuse a second one, or it is
+                this very task that holds it through another handle.
         """
-        await self.state.begin_turn(self, self.runtime.busy)
+        runtime = self.runtime
+        await self.state.turns.begin(
+            self, closing=runtime.core.closing, refuse=runtime.busy == "refuse"
+        )
+        try:
+            self.check_open()  # it may have been left, or the engine closed, while this waited
+        except ClosedError:
+            self.end_turn()
+            raise
 
     def end_turn(self) -> None:
         """End a turn begun with :meth:`begin_turn`."""
-        self.state.end_turn(self)
+        self.state.turns.end(self)

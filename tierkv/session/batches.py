@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierkv import views
-from tierkv.errors import SessionBusyError
+from tierkv.blocks import as_token_ids
+from tierkv.errors import LayoutError, SessionBusyError
 from tierkv.mover.load import load
 from tierkv.mover.store import store
-from tierkv.session.match import follow
+from tierkv.session.base import Handle
+from tierkv.session.match import Match, follow
 from tierkv.session.saving import finish_store, plan_store, replan_store
 from tierkv.units import parse_duration
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from tierkv.abc import View
     from tierkv.blocks import Media
     from tierkv.session.handle import Session
-    from tierkv.session.match import LoadResult, Match
+    from tierkv.session.match import LoadResult
     from tierkv.session.saving import Saving, StoreResult
     from tierkv.session.table import Runtime
 
@@ -64,10 +67,13 @@ async def match_many(
     Raises:
         SessionBusyError: if a session occurs twice.
     """
-    matches = [session.match(token_ids) for session, token_ids in requests]
+    pairs = _checked(requests, 2, "match_many takes pairs (session, token_ids)")
+    for session, _ in pairs:
+        _of(Handle, session, "a session")
+    matches = [session.match(token_ids) for session, token_ids in pairs]
     async with AsyncExitStack() as stack:
-        for index in _in_order([session for session, _ in requests]):
-            await stack.enter_async_context(matches[index])
+        for number in _in_order([session for session, _ in pairs]):
+            await stack.enter_async_context(matches[number])
         yield matches
 
 
@@ -80,10 +86,13 @@ async def load_many(
     core = runtime.core
     start = core.clock()
     until = None if deadline is None else start + parse_duration(deadline)
-    plans = [match.plan(into) for match, into in requests]
+    pairs = _checked(requests, 2, "load_many takes pairs (match, view)")
+    for match, _ in pairs:
+        _of(Match, match, "an open match")
+    plans = [match.plan(into) for match, into in pairs]
     await load(core, runtime.fetcher, plans, until)
     results = []
-    for (match, _), plan in zip(requests, plans, strict=True):
+    for (match, _), plan in zip(pairs, plans, strict=True):
         done = await match.replan(plan, until)
         match.observe_load(done, core.clock() - start)
         results.append(match.result(done))
@@ -94,18 +103,23 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
     """Store several sessions' KV together; see :meth:`tierkv.session.Session.store`.
 
     Raises:
+        ClosedError: if a session or the engine is closed.
+        LayoutError: if a view does not fit its layout, or is too short for its tokens; nothing is
+            stored then.
         SessionBusyError: if a session occurs twice.
     """
     core = runtime.core
     start = core.clock()
-    for request in requests:
-        request.session.check_open()
-        views.check(request.kv, request.session.space.layout)
+    requests = [
+        StoreRequest(*request)
+        for request in _checked(requests, None, "store_many takes StoreRequest(session, ids, kv)")
+    ]
+    requests = [_fitting(request) for request in requests]
     held: list[Session] = []
     try:
-        for index in _in_order([request.session for request in requests]):
-            await requests[index].session.begin_turn()
-            held.append(requests[index].session)
+        for number in _in_order([request.session for request in requests]):
+            await requests[number].session.begin_turn()
+            held.append(requests[number].session)
         savings: list[Saving] = []
         for session, token_ids, kv, first, tail, media in requests:
             chain, _ = await follow(session, token_ids, media)
@@ -121,6 +135,38 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
             session.end_turn()
     core.observer.operation(op="store", tier=core.levels[0].name, seconds=core.clock() - start)
     return results
+
+
+def _checked(requests: Sequence[Any], length: int | None, usage: str) -> list[Any]:
+    """The requests of a batch, if they look like ones."""
+    if not isinstance(requests, list | tuple):
+        raise LayoutError(f"{usage}, in a list; not {type(requests).__name__}")
+    for request in requests:
+        size = len(request) if isinstance(request, tuple | list) else 0
+        if size != length and not (length is None and 3 <= size <= len(StoreRequest._fields)):
+            raise LayoutError(f"{usage}, not {request!r:.80}")
+    return list(requests)
+
+
+def _of(kind: type, thing: object, what: str) -> None:
+    if not isinstance(thing, kind):
+        raise LayoutError(f"need {what}, not {thing!r:.80}")
+
+
+def _fitting(request: StoreRequest) -> StoreRequest:
+    """Check what can be checked before anything is done."""
+    _of(Handle, request.session, "a session")
+    session = request.session
+    session.check_open()
+    ids = as_token_ids(request.token_ids)
+    try:
+        start = index(request.start)
+    except TypeError:
+        raise LayoutError(f"start must be a token index, not {request.start!r:.80}") from None
+    size = session.space.block_tokens
+    needed = len(ids) if request.tail else len(ids) // size * size
+    views.check(request.kv, session.space.layout, needed)
+    return request._replace(token_ids=ids, start=start)
 
 
 async def _store_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierkv.errors import ConfigError
+from tierkv.mover.slices import sliced
 from tierkv.session.base import Handle
 from tierkv.session.batches import StoreRequest, store_many
 from tierkv.session.explaining import BlockReport, explain
@@ -79,13 +80,15 @@ class Session(Handle):
         """Make the session's parts durable, as far as there are tiers for it.
 
         Returns:
-            How many parts would survive a crash now, and how many would not.
+            How many parts would survive a crash now, and how many would not: also those that it
+            was asked to store and that no tier took or kept.
 
         Raises:
             BackendError: if a durable tier refuses to sync.
         """
         self.check_open()
-        return await self.runtime.behind.flush(list(self.state.parts()))
+        wanted = [part async for part in sliced(self.state.wanted(self.runtime.core))]
+        return await self.runtime.behind.flush(wanted)
 
     def fork(self, name: str) -> Session:
         """A new session that starts with this one's history; shared blocks are counted once.
@@ -98,7 +101,8 @@ class Session(Handle):
         if known is not None and known.chain.tokens:
             raise ConfigError(f"session {name!r} exists and has a history; fork to a new name")
         state = self._table.ensure(self.space, self.tenant, name, self.state.salt)
-        state.chain = self.state.chain.fork()
+        state.adopt(self.state.chain.fork(), 0)
+        state.kept = self.state.kept
         state.ttl = self.state.ttl
         branch = Session(
             self.runtime,

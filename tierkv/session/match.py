@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv import views
-from tierkv.blocks import part_id
+from tierkv.blocks import as_token_ids, part_id
 from tierkv.decisions.types import Found, GroupRule, MissReason, Query
 from tierkv.errors import ClosedError
 from tierkv.layout import GroupKind
@@ -81,7 +81,7 @@ class Match:
         self.tokens = 0
         self.reason: MissReason | None = None
         self._session = session
-        self._ids = token_ids
+        self._ids = as_token_ids(token_ids)
         self._media = media
         self._keys: tuple[BlockKey, ...] = ()
         self._open = False
@@ -103,13 +103,16 @@ class Match:
         await session.begin_turn()
         try:
             chain, shared = await follow(session, self._ids, self._media)
-            session.lineage = session.state.lineage = []
+            session.lineage = []
             self._keys, tokens = self._with_tail(chain)
             self._take(await find(core, make_query(session, self._keys, tokens)))
+            session.check_open()  # another task may have left it meanwhile
         except BaseException:
+            self._release()
             session.end_turn()
             raise
         self._open, self._layers = True, []
+        session.matches.add(self)
         self._observe(shared, start)
         return self
 
@@ -133,6 +136,7 @@ class Match:
             layers.close()
         self._release()
         session = self._session
+        session.matches.discard(self)
         session.end_turn()
         core = session.runtime.core
         # layer-wise loads read ranges, which leaves the parts where they are
@@ -164,8 +168,10 @@ class Match:
         """Whether the prompt goes on exactly with the session's private partial block."""
         state = self._session.state
         keys = chain.keys
+        if len(keys) < tail.blocks:
+            return False
         parent = keys[tail.blocks - 1] if tail.blocks else state.root
-        if len(keys) < tail.blocks or parent != tail.parent:
+        if parent != tail.parent:
             return False
         if len(keys) > tail.blocks:
             core = self._session.runtime.core
@@ -197,13 +203,14 @@ class Match:
 
         Raises:
             ClosedError: if the match is not open.
-            LayoutError: if the view does not fit the layout.
+            LayoutError: if the view does not fit the layout, has no room for the matched tokens,
+                or lets two of them share memory.
         """
         if not self._open or self._lease is None:
             raise ClosedError("this match is not open: use it inside its 'async with'")
         session = self._session
         session.check_open()
-        views.check(into, session.space.layout)
+        views.check(into, session.space.layout, self.tokens, writing=True)
         state = session.state
         plan = LoadPlan(state.space, state.root, self._keys, self._found, self._lease, into)
         session.lineage.append(plan.progress)
@@ -318,12 +325,13 @@ async def follow(
     """
     state = session.state
     chain = state.chain
+    token_ids = as_token_ids(token_ids)
     new = len(token_ids) - len(chain.tokens)
     if new <= _HASH_INLINE_TOKENS and len(token_ids) <= 8 * _HASH_INLINE_TOKENS:
-        return chain, chain.follow(token_ids, media)
+        return chain, state.follow(token_ids, media)
     # in a thread on a copy: whoever reads the history meanwhile sees all of it or nothing
     longer = chain.fork()
     shared = await session.runtime.core.workers.run(longer.follow, token_ids, media)
     if state.chain is chain:  # else it was cleared meanwhile
-        state.chain = longer
+        state.adopt(longer, shared)
     return longer, shared

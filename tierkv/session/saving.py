@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +10,7 @@ from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.plans import NewPart, StorePlan
+from tierkv.mover.slices import sliced
 from tierkv.session.table import Tail
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockOutcome", "Saving", "StoreResult", "finish_store", "plan_store", "replan_store"]
 
 _STRICT = (GroupKind.FULL, GroupKind.LATENT)
-_SLICE_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,8 @@ def plan_store(
     if not 0 <= start <= total:
         raise LayoutError(f"start must be from 0 to {total} (the token ids), not {start}")
     keys = tuple(chain.keys)
+    if state.chain is chain:  # else it was cleared meanwhile
+        state.kept = len(keys)
     rest = total - len(keys) * size
     partial = None
     if tail and rest:
@@ -165,9 +166,7 @@ async def replan_store(session: Session, saving: Saving) -> Saving | None:
         return None
     core = session.runtime.core
     strict = [n for n, group in enumerate(plan.space.layout.groups) if group.kind in _STRICT]
-    for block in range(saving.first):
-        if block % _SLICE_BLOCKS == _SLICE_BLOCKS - 1:
-            await asyncio.sleep(0)
+    async for block in sliced(range(saving.first)):
         states = [core.decisions.state(part_id(keys[block], n), core.clock()) for n in strict]
         if not all(state.tiers or state.pending for state in states):
             return _saving(session, plan.view, keys, saving.total, block, saving.tail)
@@ -189,9 +188,8 @@ def _block_parts(
     out = []
     for number, group in enumerate(state.space.layout.groups):
         parent_key = keys[block - 1] if block else None
-        if group.kind is GroupKind.STATE:
-            if block * size + tokens != total:
-                continue  # the view holds the state after the last token only
+        if group.kind is GroupKind.STATE and block * size + tokens != total:
+            continue  # the view holds the state after the last token only
         if group.kind not in _STRICT:
             parent_key = None  # windows and snapshots are of use without what came before
         out.append(
@@ -214,9 +212,7 @@ async def finish_store(session: Session, saving: Saving) -> StoreResult:
     size = plan.space.block_tokens
     by_block: dict[int, BlockOutcome] = {}
     tail_is_there = False
-    for number, (new, outcome) in enumerate(plan.done):
-        if number % _SLICE_BLOCKS == _SLICE_BLOCKS - 1:
-            await asyncio.sleep(0)
+    async for new, outcome in sliced(plan.done):
         block = new.start // size
         tier = core.levels[outcome.tier].name if outcome.stored else None
         kind = "skipped" if outcome.skip else "stored" if outcome.stored else "present"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.blocks import KeyChain, part_id
 from tierkv.decisions.types import EvictReason
-from tierkv.errors import SessionBusyError
+from tierkv.errors import ConfigError
+from tierkv.frame import MAX_TENANT_BYTES
+from tierkv.layout import GroupKind
+from tierkv.session.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from tierkv.blocks import BlockKey, PartId
+    from tierkv.blocks import BlockKey, Media, PartId
     from tierkv.layout import Space
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher
-    from tierkv.mover.load import Progress
     from tierkv.prefetch import Prefetcher
 
 __all__ = ["Runtime", "SessionInfo", "SessionState", "SessionTable", "Tail"]
@@ -75,11 +76,18 @@ class SessionState:
         handles: How many times it is open.
         used: When it was used last.
         tail: Its private partial block.
-        lineage: The loads since the match that was opened last.
+        kept: Leading blocks of its history that it was asked to store.
+        turns: Who may change it now.
         gone: Whether it was destroyed; handles on it may still be open.
     """
 
     def __init__(self, name: str, tenant: str, space: Space, salt: bytes) -> None:
+        """Begin with no history.
+
+        Raises:
+            ConfigError: if a name or the salt is malformed.
+        """
+        _check(name, tenant, salt)
         self.id = name
         self.tenant = tenant
         self.space = space
@@ -90,14 +98,23 @@ class SessionState:
         self.handles = 0
         self.used = 0.0
         self.tail: Tail | None = None
-        self.lineage: list[Progress] = []
+        self.kept = 0
         self.gone = False
-        self._owner: object | None = None
-        self._depth = 0
-        self._queue: list[asyncio.Future[None]] = []
+        self.turns = Turns(name)
 
     def __repr__(self) -> str:
         return f"<session {self.id!r}: {self.chain!r}, {self.handles} open>"
+
+    def follow(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> int:
+        """Make ``token_ids`` its history; how many leading tokens it had already."""
+        shared = self.chain.follow(token_ids, media)
+        self.adopt(self.chain, shared)
+        return shared
+
+    def adopt(self, chain: KeyChain, shared: int) -> None:
+        """Take over a history that has its first ``shared`` tokens in common with the last one."""
+        self.chain = chain
+        self.kept = min(self.kept, shared // self.space.block_tokens)
 
     def parts(self) -> Iterator[PartId]:
         """Every part that the session refers to."""
@@ -109,59 +126,38 @@ class SessionState:
             for group in groups:
                 yield part_id(self.tail.key, group)
 
+    def wanted(self, core: Core) -> Iterator[PartId]:
+        """Parts that it was asked to keep, wherever they are, and what else of it there is.
+
+        Windows and snapshots behind the last ones are of no use: they count while they are there.
+        """
+        strict = [g.kind in (GroupKind.FULL, GroupKind.LATENT) for g in self.space.layout.groups]
+        for block, key in enumerate(tuple(self.chain.keys)):
+            for group, needed in enumerate(strict):
+                part = part_id(key, group)
+                asked = needed and block < self.kept
+                if asked or core.decisions.state(part, core.clock()).tiers:
+                    yield part
+        for part in self.tail_parts():
+            if core.decisions.state(part, core.clock()).tiers:
+                yield part
+
     def tail_parts(self) -> list[PartId]:
         """Parts of the private tail."""
         if self.tail is None:
             return []
         return [part_id(self.tail.key, g) for g in range(len(self.space.layout.groups))]
 
-    # ------------------------------------------------------------------ turns
 
-    async def begin_turn(self, owner: object, busy: str) -> None:
-        """Wait for (or be refused) the session's turn; the same owner may nest.
-
-        Raises:
-            SessionBusyError: if another turn runs and ``busy`` is ``"refuse"``.
-        """
-        if self._owner is owner:
-            self._depth += 1
-            return
-        if self._owner is not None or self._queue:
-            if busy == "refuse":
-                raise SessionBusyError(
-                    f"session {self.id!r} has a turn running; wait for it, use a fork, or set "
-                    "busy='wait'"
-                )
-            waiter = asyncio.get_running_loop().create_future()
-            self._queue.append(waiter)
-            try:
-                await waiter  # resolved by the turn before us, which hands the turn over
-            except BaseException:
-                if waiter.done() and not waiter.cancelled():
-                    self._owner = None
-                    self._hand_over()
-                elif waiter in self._queue:  # else it was passed over, cancelled as it was
-                    self._queue.remove(waiter)
-                raise
-        self._owner = owner
-        self._depth = 1
-
-    def end_turn(self, owner: object) -> None:
-        """End one nesting level; the last hands the turn to the next in line."""
-        if self._owner is not owner:
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self._owner = None
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        while self._queue:
-            waiter = self._queue.pop(0)
-            if not waiter.done():
-                self._owner = waiter  # nobody slips in before the waiter wakes up
-                waiter.set_result(None)
-                return
+def _check(name: object, tenant: object, salt: object) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"a session's name is a text that is not empty, not {name!r:.80}")
+    if not isinstance(tenant, str):
+        raise ConfigError(f"tenant is a text, not {tenant!r:.80}")
+    if len(tenant.encode("utf-8", "surrogatepass")) > MAX_TENANT_BYTES:
+        raise ConfigError(f"tenant is at most {MAX_TENANT_BYTES} bytes long, not {tenant!r:.80}")
+    if not isinstance(salt, bytes):
+        raise ConfigError(f"salt is bytes, not {salt!r:.80}")
 
 
 class SessionTable:
@@ -178,11 +174,21 @@ class SessionTable:
         return iter(list(self._states.values()))
 
     def get(self, space: Space, tenant: str, name: str) -> SessionState | None:
-        """The session of this name, if it exists."""
+        """The session of this name, if it exists.
+
+        Raises:
+            ConfigError: if a name is malformed.
+        """
+        _check(name, tenant, b"")
         return self._states.get((space.fingerprint, tenant, name))
 
     def ensure(self, space: Space, tenant: str, name: str, salt: bytes) -> SessionState:
-        """The session of this name, made if need be; another salt starts it afresh."""
+        """The session of this name, made if need be; another salt starts it afresh.
+
+        Raises:
+            ConfigError: if a name or the salt is malformed.
+        """
+        _check(name, tenant, salt)
         key = (space.fingerprint, tenant, name)
         state = self._states.get(key)
         if state is not None and state.salt != salt:
@@ -199,8 +205,7 @@ class SessionTable:
             state.tail_parts(), EvictReason.REMOVED, self._core.clock()
         )
         state.tail = None
-        state.lineage = []
-        state.chain = KeyChain(state.root, state.space.block_tokens)
+        state.adopt(KeyChain(state.root, state.space.block_tokens), 0)
         self._core.free(drops)
 
     def destroy(self, state: SessionState) -> None:

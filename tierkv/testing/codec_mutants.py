@@ -37,16 +37,17 @@ class Mutant(NamedTuple):
     check: str
 
 
-def failing_checks(suite: type[Any], make: Callable[[], Any]) -> dict[str, str]:
-    """Run every check of ``suite`` on a codec; names of those that fail, and why."""
+def failing_checks(
+    suite: type[Any], make: Callable[[], Any], only: str = "test_"
+) -> dict[str, str]:
+    """Run the checks of ``suite`` whose names begin with ``only``; those that fail, and why."""
     case = type("Case", (suite,), {"make": lambda _self: make()})()
     failed = {}
-    for name in sorted(dir(case)):
-        if name.startswith("test_"):
-            try:
-                getattr(case, name)()
-            except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
-                failed[name] = f"{type(error).__name__}: {error}"
+    for name in sorted(name for name in dir(case) if name.startswith(only)):
+        try:
+            getattr(case, name)()
+        except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
+            failed[name] = f"{type(error).__name__}: {error}"
     return failed
 
 

@@ -24,13 +24,21 @@ try:
     from transformers.cache_utils import DynamicLayer
 except ImportError as error:  # pragma: no cover - depends on the environment
     raise MissingDependencyError(
-        "tierkv_adapters.hf needs Transformers 4.57 or newer: pip install 'tierkv-engine[hf]'"
+        "tierkv_adapters.hf needs Transformers 4.57 or newer: "
+        "pip install -c constraints.txt -e '.[hf]'"
     ) from error
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["base_model", "cache_keyword", "crop_is_absolute", "input_device", "text_config"]
+__all__ = [
+    "base_model",
+    "cache_keyword",
+    "crop_is_absolute",
+    "input_device",
+    "text_config",
+    "vocabulary_size",
+]
 
 _OLDEST = (4, 57)
 
@@ -82,3 +90,9 @@ def input_device(model: Any) -> torch.device:
     """Return the device on which the model takes token ids."""
     device: torch.device = base_model(model).get_input_embeddings().weight.device
     return device
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return how many token ids the model has an embedding for."""
+    rows: int = base_model(model).get_input_embeddings().weight.shape[0]
+    return rows

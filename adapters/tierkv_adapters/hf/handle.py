@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tierkv.blocking import CacheManager
 from tierkv.engine import Engine
-from tierkv.errors import AttachError, ConfigError
+from tierkv.errors import AttachError, ClosedError, ConfigError
 from tierkv_adapters.hf.attachment import Attachment
 from tierkv_adapters.hf.stream import SyncTokenStream, TokenStream
 from tierkv_adapters.hf.turn import Request, absorb
@@ -47,15 +47,18 @@ def attach(
 
     Args:
         model: A decoder-only Transformers model in evaluation mode, PEFT-wrapped or not.
-        target: An open engine (``generate`` is then async) or a manager (then it is not). A
+        target: An open engine (``generate`` is then async) or manager (then it is not). A
             manager binds the model's space at once, which reads all weights.
         tokenizer: Needed for prompts in text, and for replies in text.
 
     Raises:
         AttachError: if this model cannot be served rightly (says why), or ``target`` is neither.
+        ClosedError: if ``target`` is not open.
     """
     # the parts that differ per target are all in the two handles below
     if isinstance(target, Engine):
+        if target.core.closed:  # not opened at all: ``core`` says so itself
+            raise ClosedError("this engine is closed: attach to an open one")
         return AsyncHandle(model, target, tokenizer)
     if isinstance(target, CacheManager):
         return SyncHandle(model, target, tokenizer)
@@ -190,6 +193,7 @@ class SyncHandle(_Handle):
     """
 
     def __init__(self, model: Any, manager: CacheManager, tokenizer: Any) -> None:
+        _ = manager.engine  # not open: said now, not at the first request
         super().__init__(Attachment(model, tokenizer, manager.config.block_tokens))
         self._manager = manager
         manager.bind(self._attachment.bind().space)

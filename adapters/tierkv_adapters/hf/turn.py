@@ -27,7 +27,7 @@ from tierkv.errors import (
 )
 from tierkv_adapters.hf.arguments import expected_new_tokens, with_our_cache
 from tierkv_adapters.hf.cache import TierCache
-from tierkv_adapters.hf.compat import base_model, cache_keyword, input_device
+from tierkv_adapters.hf.compat import base_model, cache_keyword, input_device, vocabulary_size
 from tierkv_adapters.hf.prompts import encode_prompt
 from tierkv_adapters.hf.result import GenerateResult
 from tierkv_adapters.hf.view import CapturedView, RestoreView
@@ -180,7 +180,7 @@ class Turn:
                 try:
                     return await self._answer(session, bound, request, before)
                 except BaseException:
-                    session.state.chain.follow(before)
+                    session.remember(before)
                     raise
             finally:
                 session.end_turn()
@@ -194,6 +194,7 @@ class Turn:
             self._tokenizer,
             chat=request.chat,
             append=request.append,
+            vocabulary=vocabulary_size(self._model),
         )
         for attempt in range(_RESTORES + 1):
             relay = _Relay(self._emit, request.started)
@@ -220,7 +221,7 @@ class Turn:
         else:
             # whose KV this is, nobody can tell: adapters were switched while the model ran
             self._counters.why_not_stored = "the model changed during the call"
-        session.state.chain.follow(output)  # the last token has no KV yet, but it was said
+        session.remember(output)  # the last token has no KV yet, but it was said
         reply = output[len(ids) :]
         slowest = max(by_tier, key=self._tiers.index) if by_tier else None
         return GenerateResult(

@@ -43,7 +43,7 @@ def load_model(directory: Path) -> tuple[Any, Any]:
     """Load a model in float32 and its tokenizer, from files only.
 
     Raises:
-        ConfigError: if Transformers cannot read them.
+        ConfigError: if Transformers cannot read them, or lacks a library to do so.
     """
     bars: Any = transformers.utils.logging
     bars.disable_progress_bar()  # it would draw into the caller's
@@ -52,7 +52,7 @@ def load_model(directory: Path) -> tuple[Any, Any]:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype="float32", local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (ImportError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"Transformers cannot load the model in {directory}: {error}") from error
     finally:
         bars.enable_progress_bar()

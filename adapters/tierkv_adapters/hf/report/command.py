@@ -1,0 +1,131 @@
+"""The command line of the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path  # noqa: TC003 - typer reads the annotations when it runs
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierkv.chains import parse_chain
+from tierkv.errors import ConfigError
+from tierkv_adapters.hf.demo.loading import find_model, load_model
+from tierkv_adapters.hf.probe import check_supported
+from tierkv_adapters.hf.report.coding import BLOCK
+from tierkv_adapters.hf.report.fidelity import Subject, default_text
+from tierkv_adapters.hf.report.rows import CHAINS, Row, measure, plot, recommend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["codec_report", "subject_of"]
+
+SCHEMA_VERSION: Final = 1
+_DEMO: Final = "smollm2"
+
+
+def codec_report(
+    model: Annotated[
+        str, typer.Option(help="'demo', a model known by name, or a directory.")
+    ] = "demo",
+    text: Annotated[
+        Path | None, typer.Option(help="Text file; default: Python's own help.")
+    ] = None,
+    chains: Annotated[str, typer.Option(help="Chains, separated by commas.")] = ",".join(CHAINS),
+    prefix: Annotated[int, typer.Option(min=BLOCK, help="Tokens that are stored.")] = 1024,
+    scored: Annotated[int, typer.Option(min=2, help="Tokens read after them.")] = 512,
+    kl_bound: Annotated[float, typer.Option(help="Most KL of the recommended chain.")] = 1e-3,
+    dtype: Annotated[str, typer.Option(help="Dtype of the KV: bfloat16, float16, float32.")] = (
+        "bfloat16"
+    ),
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Picture to write.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure codec chains on a model's own KV: size, speed, and what they do to its answers.
+
+    Chains marked with a star were measured with the first block of the prefix kept exact.
+    """
+    names = [name.strip() for name in chains.split(",")]
+    lossless = {name: parse_chain(name).lossless for name in names}  # wrong names fail at once
+    kind = {"bfloat16", "float16", "float32"}
+    if dtype not in kind:
+        raise ConfigError(f"--dtype {dtype!r} is none of {', '.join(sorted(kind))}")
+    log = Console(stderr=True)
+    subject = subject_of(_DEMO if model == "demo" else model, text, prefix, scored)
+    kv = [tuple(t.to(getattr(torch, dtype)) for t in pair) for pair in subject.kv]
+    pairs = [(k, v) for k, v in kv]
+    rows: list[Row] = []
+    with log.status("measuring") as status:
+        for name in names:
+            status.update(f"measuring {name}")
+            rows.append(measure(pairs, name, subject=subject))
+            if not lossless[name]:
+                rows.append(measure(pairs, name, subject=subject, exact_first=1, timed=False))
+    best = recommend(rows, kl_bound)
+    if plot_file is not None:
+        plot(rows, model, plot_file)
+    if as_json:
+        print(json.dumps(_document(model, rows, best, kl_bound), indent=2))
+        return
+    _show(Console(), model, rows, best, kl_bound)
+
+
+def subject_of(model: str, text: Path | None, prefix: int, scored: int) -> Subject:
+    """A model and a text to judge chains by.
+
+    Raises:
+        ConfigError: if the model cannot be loaded, or the text is too short.
+    """
+    live, tokenizer = load_model(find_model(model))
+    check_supported(live)
+    source = default_text() if text is None else text.read_text(encoding="utf-8")
+    # four characters a token and more: no tokenizer has to read all of a long text
+    ids = tokenizer(source[: 16 * (prefix + scored)])["input_ids"][: prefix + scored]
+    if len(ids) < prefix + scored:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens, {prefix + scored} are needed: give a longer --text, "
+            "or smaller --prefix and --scored"
+        )
+    return Subject(live, ids, prefix)
+
+
+def _document(model: str, rows: Sequence[Row], best: Row | None, bound: float) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": model,
+        "rows": [row._asdict() for row in rows],
+        "kl_bound": bound,
+        "recommended": None if best is None else best._asdict(),
+    }
+
+
+def _show(
+    console: Console, model: str, rows: Sequence[Row], best: Row | None, bound: float
+) -> None:
+    table = Table(title=f"codec chains on {model}")
+    table.add_column("chain")
+    for column in ("bits", "ratio", "enc", "dec", "KL", "top-1", "dNLL", "dlogit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        pace = [row.encode_GBps, row.decode_GBps]
+        table.add_row(
+            row.chain + (" *" if row.exact_first else ""),
+            f"{row.bits_per_element:.2f}",
+            f"{row.ratio:.2f}",
+            *("" if value is None else f"{value:.2f}" for value in pace),
+            f"{row.kl:.1e}",
+            f"{row.top1:.3f}",
+            f"{row.dnll:+.4f}",
+            f"{row.max_dlogit:.2f}",
+        )
+    console.print(table)
+    console.print("* first block exact. enc, dec: GB/s of raw bytes, one core; dlogit: the largest")
+    if best is None:
+        console.print(f"no chain stays within a KL of {bound:g}: store raw, or raise --kl-bound")
+        return
+    first = ", the first block kept exact" if best.exact_first else ""
+    console.print(f"smallest within a KL of {bound:g}: {best.chain}{first}")

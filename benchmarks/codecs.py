@@ -1,0 +1,132 @@
+"""Codec chains on the KV of real models and on synthetic KV: size, speed, fidelity.
+
+Run ``python -m benchmarks.codecs [--json] [--models smollm2,gemma3] [--chains ...]``. One row for
+each model and chain; ``exact_first`` tells rows whose first block was kept exact. Speed is GB of
+raw bytes per second of processor time of one thread, on tensors as long as the prefix, and against
+a plain copy of the same memory measured in turns with it; ``fast`` says whether compiled kernels
+ran.
+The floors of the project are checked at the end: exit status 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from benchmarks.report import emit
+from tierkv_adapters.hf.report.command import subject_of
+from tierkv_adapters.hf.report.rows import CHAINS, Row, measure
+from tierkv_codecs.kernels import available
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.report import Cell
+    from tierkv_adapters.hf.report.fidelity import Subject
+
+PREFIX: Final = {"smollm2": (1024, 512), "gemma3": (768, 256)}
+SYNTHETIC: Final = "synthetic"
+MODELS: Final = (*PREFIX, SYNTHETIC)
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Floor(NamedTuple):
+    """One promise: ``field`` of the rows that it speaks of is at most, or at least, ``limit``."""
+
+    what: str
+    field: str
+    limit: float
+    at_most: bool
+    chains: tuple[str, ...]
+    exact_first: int = 0
+    fast: bool | None = None
+
+
+FLOORS: Final = (
+    Floor("planes is lossless at 1.45x", "ratio", 1.45, False, ("planes",)),
+    Floor("int8 takes 8.5 bits", "bits_per_element", 8.51, True, ("int8",)),
+    Floor("int8 changes nothing", "kl", 1e-4, True, ("int8",)),
+    Floor("4.5 bits", "kl", 7e-3, True, ("int4", "rot4")),
+    Floor("4.5 bits, first block exact", "kl", 4e-3, True, ("int4", "rot4"), exact_first=1),
+    Floor("3.3 bits", "kl", 2.8e-2, True, ("rot3",)),
+    Floor("int8 decodes near memcpy", "decode_vs_memcpy", 0.5, False, ("int8",), fast=False),
+    Floor("int8 decodes near memcpy", "decode_vs_memcpy", 0.85, False, ("int8",), fast=True),
+    Floor("int4 decodes near memcpy", "decode_vs_memcpy", 0.7, False, ("int4",), fast=True),
+    Floor("fp8 decodes near memcpy", "decode_vs_memcpy", 0.7, False, ("fp8",), fast=True),
+    Floor("rot4 decodes", "decode_vs_memcpy", 0.3, False, ("rot4",), fast=True),
+    Floor("planes decodes", "decode_vs_memcpy", 0.25, False, ("planes",)),
+)
+
+
+def synthetic(layers: int = 4, heads: int = 8, tokens: int = 1024, dim: int = 128) -> Pairs:
+    """KV with outlier channels in K and outlier tokens in V, as published models have them."""
+    source = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=source)
+
+    pairs = []
+    for _ in range(layers):
+        scale = (0.7 * normal(heads, 1, dim)).exp()
+        offset = normal(heads, 1, dim) * scale
+        outlier = torch.rand((heads, 1, dim), generator=source) < 0.02
+        offset = torch.where(outlier, offset * 20, offset)
+        k = normal(heads, tokens, dim) * scale + offset
+        v = normal(heads, tokens, dim) * (0.5 * normal(heads, tokens, 1)).exp()
+        pairs.append((k.bfloat16(), v.bfloat16()))
+    return pairs
+
+
+def _subject(model: str) -> tuple[Subject | None, Pairs]:
+    if model == SYNTHETIC:
+        return None, synthetic()
+    subject = subject_of(model, None, *PREFIX[model])
+    return subject, [(k.bfloat16(), v.bfloat16()) for k, v in subject.kv]
+
+
+def _missed(model: str, rows: Sequence[Row]) -> list[str]:
+    found = []
+    for floor in FLOORS:
+        if floor.fast is not None and floor.fast != available():
+            continue
+        mine = [r for r in rows if r.chain in floor.chains and r.exact_first == floor.exact_first]
+        values = [v for v in (getattr(row, floor.field) for row in mine) if v is not None]
+        if not values:
+            continue
+        best = min(values) if floor.at_most else max(values)
+        if best > floor.limit if floor.at_most else best < floor.limit:
+            sign = ">" if floor.at_most else "<"
+            found.append(f"{model}: {floor.what}: {floor.field} {best:.3g} {sign} {floor.limit:g}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; exit status 1 if a floor is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.codecs", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--chains", default=",".join(CHAINS))
+    args = parser.parse_args(argv)
+    document: list[dict[str, Cell]] = []
+    missed: list[str] = []
+    for model in args.models.split(","):
+        subject, kv = _subject(model)
+        rows = []
+        for chain in args.chains.split(","):
+            rows.append(measure(kv, chain, subject=subject))
+            if subject is not None and not rows[-1].lossless:
+                rows.append(measure(kv, chain, subject=subject, exact_first=1, timed=False))
+        document += [{"model": model, **row._asdict(), "fast": available()} for row in rows]
+        # synthetic numbers have no model to judge them, and no exponents like real ones
+        missed += _missed(model, rows) if subject is not None else []
+    emit("codecs", document, args.json)
+    for line in missed:
+        print(line, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""The codec report: what it measures is what the pipeline and the model do."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import codecs as benchmark
+from tierkv.errors import ConfigError, LayoutError
+from tierkv.testing.codecs import same_bits, sample
+from tierkv_adapters.hf.report import codec_report, command
+from tierkv_adapters.hf.report.coding import BLOCK, code, speed
+from tierkv_adapters.hf.report.fidelity import Subject, default_text
+from tierkv_adapters.hf.report.rows import Row, measure, recommend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def some_kv(tokens: int = 150, dtype: str = "bfloat16") -> Pairs:
+    return [
+        (sample(dtype, (2, tokens, 24), seed), sample(dtype, (2, tokens, 24), seed + 9))
+        for seed in range(2)
+    ]
+
+
+def ids(count: int) -> list[int]:
+    source = torch.Generator().manual_seed(3)
+    found: list[int] = torch.randint(1, 97, (count,), generator=source).tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def subject(llama: Any) -> Subject:
+    return Subject(llama, ids(120), 80)
+
+
+@pytest.mark.parametrize("chain", ["raw", "zstd", "planes"])
+def test_lossless_chains_give_every_bit_back(chain: str) -> None:
+    kv = some_kv()
+    done = code(kv, chain)
+    assert done.fallbacks == 0
+    for before, after in zip(kv, done.kv, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
+    assert done.ratio == pytest.approx(16 / done.bits)
+
+
+def test_bits_count_what_is_stored() -> None:
+    kv = some_kv(tokens=2 * BLOCK)
+    assert code(kv, "raw").bits == 16
+    # 64 numbers to a channel of K, 24 to a row of V; 24 bits a group, 8 bytes a tensor
+    expected = 4 + 24 / 64 / 2 + 24 / 24 / 2 + 64 / (2 * BLOCK * 24)
+    assert code(kv, "int4").bits == pytest.approx(expected)
+    assert code(kv, "int4", exact_blocks=1).bits == pytest.approx((expected + 16) / 2)
+
+
+def test_exact_blocks_are_exact_and_the_others_not() -> None:
+    kv = some_kv(tokens=2 * BLOCK)
+    k = code(kv, "int4", exact_blocks=1).kv[0][0]
+    assert same_bits(k[:, :BLOCK].contiguous(), kv[0][0][:, :BLOCK].contiguous())
+    assert not torch.equal(k[:, BLOCK:], kv[0][0][:, BLOCK:])
+
+
+def test_refused_sections_are_counted() -> None:
+    kv = some_kv(tokens=BLOCK)
+    kv[1][0][0, 3, 5] = float("nan")
+    done = code(kv, "int4")
+    assert done.fallbacks == 1
+    assert same_bits(done.kv[1][0], kv[1][0])
+
+
+@pytest.mark.parametrize("chain", ["raw", "zstd", "int4", "int8+planes"])
+def test_speed_is_measured_against_a_copy(chain: str) -> None:
+    found = speed(some_kv(tokens=64), chain)
+    assert all(value > 0 for value in found)
+    assert found.encode / found.encode_vs_memcpy == pytest.approx(
+        found.decode / found.decode_vs_memcpy
+    )
+
+
+def test_the_models_own_kv_changes_nothing(subject: Subject) -> None:
+    found = subject.compare(subject.kv)
+    assert found == (0, 1, 0, 0)
+
+
+def test_coarser_chains_change_more(subject: Subject) -> None:
+    rows = [measure(subject.kv, c, subject=subject, timed=False) for c in ("int8", "int4", "int2")]
+    changes = [row.kl for row in rows]
+    assert all(kl is not None and kl > 0 for kl in changes)
+    assert changes == sorted(changes, key=lambda kl: kl or 0)
+    assert [row.bits_per_element for row in rows] == sorted(
+        (row.bits_per_element for row in rows), reverse=True
+    )
+    assert not any(row.lossless for row in rows)
+
+
+@torch.inference_mode()
+def test_kl_and_likelihood_are_those_of_the_distributions(subject: Subject, llama: Any) -> None:
+    zeros = [(torch.zeros_like(k), v) for k, v in subject.kv]
+    found = subject.compare(zeros)
+    p, q = (subject._scored(kv).double().log_softmax(-1) for kv in (subject.kv, zeros))
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    assert found.kl == pytest.approx(float(expected), rel=1e-4)
+    target = torch.tensor(ids(120)[81:])
+    change = torch.nn.functional.nll_loss(q[:-1], target) - torch.nn.functional.nll_loss(
+        p[:-1], target
+    )
+    assert found.dnll == pytest.approx(float(change), rel=1e-4)
+    plain = llama(torch.tensor([ids(120)])).logits[0, 80:].double().log_softmax(-1)
+    assert torch.allclose(p, plain, atol=1e-4), "the reference is not the model's own answer"
+
+
+def test_a_prefix_has_to_leave_text(llama: Any) -> None:
+    for prefix in (0, 19, 20, 30):
+        with pytest.raises(LayoutError, match="to score"):
+            Subject(llama, ids(20), prefix)
+
+
+def row(chain: str, bits: float, kl: float | None) -> Row:
+    return Row(chain, 0, False, bits, 16 / bits, *(None,) * 4, kl, 1.0, 0.0, 0.0, 0)
+
+
+def test_the_smallest_chain_within_the_bound_is_recommended() -> None:
+    rows = [row("int8", 8.5, 1e-5), row("int4", 4.4, 5e-3), row("rot4", 4.4, 4e-3)]
+    rows.append(row("unjudged", 1, None))
+    assert recommend(rows, 1e-2) == rows[2]
+    assert recommend(rows, 1e-3) == rows[0]
+    assert recommend(rows, 1e-6) is None
+
+
+def run(arguments: Sequence[str]) -> Any:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(codec_report)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def tiny(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The command with the tiny model; returns what it was asked to load."""
+    asked: list[Any] = []
+
+    def find(*arguments: Any) -> Subject:
+        asked.append(arguments)
+        return subject
+
+    monkeypatch.setattr(command, "subject_of", find)
+    return asked
+
+
+def test_json_has_every_row_and_a_recommendation(tiny: list[Any]) -> None:
+    done = run(["--json", "--chains", "raw,int8,int2", "--kl-bound", "0.05", "--prefix", "64"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert [(r["chain"], r["exact_first"]) for r in document["rows"]] == [
+        ("raw", 0),
+        ("int8", 0),
+        ("int8", 1),
+        ("int2", 0),
+        ("int2", 1),
+    ]
+    assert document["recommended"]["kl"] <= 0.05
+    assert tiny == [("smollm2", None, 64, 512)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_table_names_chains_and_the_choice() -> None:
+    done = run(["--chains", "int8", "--kl-bound", "1"])
+    assert done.exit_code == 0, done.output
+    assert "int8 *" in done.stdout
+    assert "smallest within a KL of 1: int8" in done.stdout
+    none = run(["--chains", "int8", "--kl-bound", "0"])
+    assert "no chain stays within a KL of 0" in none.stdout
+
+
+def test_wrong_names_fail_before_anything_is_loaded(tiny: list[Any]) -> None:
+    for wrong in (["--chains", "int5"], ["--dtype", "int8"]):
+        done = run(wrong)
+        assert isinstance(done.exception, ConfigError)
+    assert tiny == []
+
+
+def test_a_short_text_is_refused(
+    tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_model", lambda name: name)
+    monkeypatch.setattr(
+        command, "load_model", lambda name: (llama, lambda text: {"input_ids": [1] * len(text)})
+    )
+    file = tmp_path / "text"
+    file.write_text("0123456789")
+    with pytest.raises(ConfigError, match="has 10 tokens, 12 are needed"):
+        command.subject_of("any", file, 8, 4)
+    found = command.subject_of("any", file, 7, 3)
+    assert [tuple(k.shape) for k, _ in found.kv] == [(2, 7, 8)] * 3
+
+
+def test_the_default_text_is_long_prose() -> None:
+    assert len(default_text()) > 100_000
+
+
+def test_the_benchmark_has_the_published_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "synthetic", lambda: some_kv())
+    assert benchmark.main(["--json", "--models", "synthetic", "--chains", "planes,int4"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    columns = "model chain lossless bits_per_element ratio encode_GBps decode_GBps encode_vs_memcpy"
+    columns += " decode_vs_memcpy kl top1 dnll"
+    for found in document["rows"]:
+        assert set(columns.split()) <= set(found)
+    assert [(r["chain"], r["lossless"]) for r in document["rows"]] == [
+        ("planes", True),
+        ("int4", False),
+    ]
+
+
+def test_the_benchmark_reports_missed_floors() -> None:
+    bad = row("rot3", 3.25, 1.0)
+    assert benchmark._missed("m", [bad]) == ["m: 3.3 bits: kl 1 > 0.028"]
+    assert benchmark._missed("m", [bad._replace(kl=0.01)]) == []
+    slow = row("planes", 10, 0.0)._replace(decode_vs_memcpy=0.1)
+    assert len(benchmark._missed("m", [slow])) == 1
+
+
+def test_synthetic_kv_has_outlier_channels_and_tokens() -> None:
+    ((k, v),) = benchmark.synthetic(layers=1, heads=2, tokens=128, dim=64)
+    channels, tokens = k.float().abs().amax((0, 1)), v.float().abs().amax((0, 2))
+    assert float(channels.max() / channels.median()) > 5
+    assert float(tokens.max() / tokens.median()) > 1.5

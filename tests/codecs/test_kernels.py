@@ -1,0 +1,155 @@
+"""The compiled loops give what torch and numpy give, to the bit; so do they uncompiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tierkv.testing.codecs import same_bits, sample
+from tierkv_codecs import kernels, loops
+from tierkv_codecs.fp8 import Fp8
+from tierkv_codecs.grouped import Int3, Int4
+from tierkv_codecs.planes import Planes
+from tierkv_codecs.rot import Rot2, Rot4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierkv.abc import TensorBytesCodec
+
+MODULES = ("fp8", "grouped", "planes", "rot")
+CODECS: tuple[TensorBytesCodec, ...] = (Int3(), Int4(), Fp8(), Rot2(), Rot4())
+SHAPES = ((1, 1, 1), (2, 7, 16), (1, 65, 96), (3, 33, 63))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Any]) -> list[str]:
+    """Make every codec take its loops from ``find``; returns the names that were asked for."""
+    asked: list[str] = []
+
+    def kernel(name: str) -> Any:
+        asked.append(name)
+        return find(name)
+
+    for module in MODULES:
+        monkeypatch.setattr(f"tierkv_codecs.{module}.kernel", kernel)
+    return asked
+
+
+def decoded(
+    codec: TensorBytesCodec, data: bytearray, like: torch.Tensor, name: str
+) -> torch.Tensor:
+    into = torch.empty_like(like)
+    codec.decode(memoryview(data), name, into)
+    return into
+
+
+@pytest.fixture(params=["compiled", "plain Python"])
+def find(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    if request.param == "plain Python":
+        return lambda name: getattr(loops, name)
+    if not kernels.available():
+        pytest.skip("numba is not installed")
+    return kernels.kernel
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_loops_and_torch_give_the_same_bits(
+    codec: TensorBytesCodec,
+    shape: tuple[int, int, int],
+    tensor: str,
+    find: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = sample("bfloat16", shape, sum(shape)) * 30 + 1
+    if source.numel() > 100:
+        source[:, 0] *= 1e-5  # and some in e4m3's subnormals
+    use(monkeypatch, lambda name: None)
+    data = bytearray(codec.encoded_bytes(shape, "bfloat16", tensor))
+    codec.encode(source, tensor, memoryview(data))
+    expected = decoded(codec, data, source, tensor)
+    asked = use(monkeypatch, find)
+    again = bytearray(len(data))
+    codec.encode(source, tensor, memoryview(again))
+    assert again == data
+    found = decoded(codec, data, source, tensor)
+    assert asked, "no loop was used"
+    assert torch.equal(found, expected)  # a zero of either sign is zero
+    assert same_bits(found + 0, expected + 0)
+
+
+def test_planes_split_and_merge_the_same(
+    find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = sample("bfloat16", (9000,), 5).view(torch.uint8).numpy().tobytes()
+    use(monkeypatch, lambda name: None)
+    plain = memoryview(bytearray(len(data)))
+    size = Planes().encode(memoryview(data), plain)
+    asked = use(monkeypatch, find)
+    fast = memoryview(bytearray(len(data)))
+    assert Planes().encode(memoryview(data), fast) == size
+    assert fast == plain
+    assert size is not None
+    found = bytearray(len(data))
+    Planes().decode(fast[:size], memoryview(found))
+    assert found == data
+    assert set(asked) == {"split2", "merge2"}
+
+
+def test_strided_targets_and_other_dtypes_take_the_other_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(name: str) -> Any:
+        return lambda *args: pytest.fail(f"{name} was run on memory it cannot take")
+
+    for codec in CODECS:
+        for dtype in ("float16", "bfloat16"):
+            source = sample(dtype, (2, 8, 16), 1)
+            data = bytearray(codec.encoded_bytes((2, 8, 16), dtype, "v"))
+            use(monkeypatch, lambda name: None)
+            codec.encode(source, "v", memoryview(data))
+            use(monkeypatch, fail)
+            room = torch.empty(2, 16, 8, dtype=source.dtype).transpose(1, 2)
+            into = room if dtype == "bfloat16" else torch.empty_like(source)
+            codec.decode(memoryview(data), "v", into)
+            error = (into.double() - source.double()).abs()
+            use(monkeypatch, lambda name: None)
+            assert bool((error <= codec.error_bound(source, "v")).all())
+
+
+def test_every_loop_that_is_asked_for_exists() -> None:
+    assert set(loops.__all__) == {
+        "codes_by_channel",
+        "codes_by_row",
+        "count_above",
+        "floats8_by_channel",
+        "floats8_by_row",
+        "levels_by_row",
+        "merge2",
+        "nibbles_by_channel",
+        "nibbles_by_row",
+        "rotate_rows",
+        "split2",
+        "transform",
+    }
+
+
+def test_kernels_can_be_switched_off() -> None:
+    code = "from tierkv_codecs import kernels; print(kernels.available(), kernels.kernel('split2'))"
+    env = os.environ | {"TIERKV_FAST": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "None"]
+
+
+def test_available_says_whether_numba_is_there() -> None:
+    expected = importlib.util.find_spec("numba") is not None
+    assert kernels.available() is (expected and os.environ.get("TIERKV_FAST") != "0")
