@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from benchmarks.report import emit
+from tierkv_adapters.hf.report.coding import Speed
 from tierkv_adapters.hf.report.command import subject_of
 from tierkv_adapters.hf.report.rows import CHAINS, Row, measure
 from tierkv_codecs.kernels import available
@@ -57,12 +58,15 @@ FLOORS: Final = (
     Floor("int4 decodes near memcpy", "decode_vs_memcpy", 0.7, False, ("int4",), fast=True),
     Floor("fp8 decodes near memcpy", "decode_vs_memcpy", 0.7, False, ("fp8",), fast=True),
     Floor("rot4 decodes", "decode_vs_memcpy", 0.3, False, ("rot4",), fast=True),
-    Floor("planes decodes", "decode_vs_memcpy", 0.25, False, ("planes",)),
+    Floor("planes decodes", "decode_vs_memcpy", 0.25, False, ("planes",), fast=True),
 )
 
 
-def synthetic(layers: int = 4, heads: int = 8, tokens: int = 1024, dim: int = 128) -> Pairs:
-    """KV with outlier channels in K and outlier tokens in V, as published models have them."""
+def synthetic(layers: int = 16, heads: int = 8, tokens: int = 1024, dim: int = 128) -> Pairs:
+    """KV with outlier channels in K and outlier tokens in V, as published models have them.
+
+    64 MiB by default, more than caches hold: a copy of it runs at the speed of memory.
+    """
     source = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -92,6 +96,8 @@ def _missed(model: str, rows: Sequence[Row]) -> list[str]:
     for floor in FLOORS:
         if floor.fast is not None and floor.fast != available():
             continue
+        if (floor.field in Speed._fields) != (model == SYNTHETIC):
+            continue  # speed is promised for memory, fidelity for models
         mine = [r for r in rows if r.chain in floor.chains and r.exact_first == floor.exact_first]
         values = [v for v in (getattr(row, floor.field) for row in mine) if v is not None]
         if not values:
@@ -120,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if subject is not None and not rows[-1].lossless:
                 rows.append(measure(kv, chain, subject=subject, exact_first=1, timed=False))
         document += [{"model": model, **row._asdict(), "fast": available()} for row in rows]
-        # synthetic numbers have no model to judge them, and no exponents like real ones
-        missed += _missed(model, rows) if subject is not None else []
+        missed += _missed(model, rows)
     emit("codecs", document, args.json)
     for line in missed:
         print(line, file=sys.stderr)

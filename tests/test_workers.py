@@ -225,3 +225,60 @@ async def test_closing_is_finished_even_if_it_is_cancelled() -> None:
 
     async for run in cancel_at_each_step(life):
         assert run.outcome in ("cancelled", "completed")
+
+
+async def test_a_stray_cancellation_ends_its_job_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Code run as a job may cancel itself, or await something that was cancelled."""
+    restarted: list[str] = []
+    workers = Workers(on_restart=restarted.append)
+    await workers.start()
+    other = workers.spawn(asyncio.sleep, 0.1, name="other")
+    loops = 0
+
+    async def await_what_is_cancelled() -> None:
+        nonlocal loops
+        loops += 1
+        if loops < 3:
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            gone.cancel()
+            await gone
+
+    with pytest.raises(ClosedError, match="cancelled"):
+        await workers.spawn(await_what_is_cancelled).wait()
+    await workers.supervise("loop", await_what_is_cancelled).wait()
+    assert loops == 3
+    assert restarted == ["loop"]
+    assert not workers.stopping
+    assert await workers.spawn(asyncio.sleep, 0, "still here").wait() == "still here"
+    await other.wait()
+    await workers.aclose()
+    assert workers.stopping
+
+
+async def test_what_closes_things_may_hang_too() -> None:
+    workers = Workers(threads=1)
+    await workers.start()
+    gate = threading.Event()
+    hanging = workers.spawn(workers.run, gate.wait, closing=True)
+    await asyncio.sleep(0.01)
+    began = time.monotonic()
+    await workers.aclose(grace=0.1)
+    assert time.monotonic() - began < 3
+    with pytest.raises(ClosedError):
+        await hanging.wait()
+    assert not workers.running  # nothing is left that would hold up the loop's own end
+    gate.set()
+
+
+async def test_a_signal_resolves_futures_that_were_attached() -> None:
+    signal, loop = Signal(), asyncio.get_running_loop()
+    first, second, late = (loop.create_future() for _ in range(3))
+    signal.attach(first)
+    signal.attach(second)
+    signal.detach(second)
+    signal.detach(second)
+    signal.set()
+    signal.attach(late)
+    assert (first.done(), second.done(), late.done()) == (True, False, True)

@@ -110,12 +110,15 @@ def check_finite(name: str, low: torch.Tensor, high: torch.Tensor, dtype: str) -
         raise CodecError(f"{name}: NaN, infinite or huge values cannot be quantised")
 
 
-def _row(first: float, ratio: float) -> list[float]:
-    steps, value = [0.0], first
-    for _ in range(_STEPS):
-        steps.append(value)
-        value *= ratio
-    return steps
+def _row(first: float, ratio: float) -> torch.Tensor:
+    """The steps 0, ``first``, ``first * ratio``, ... in float32, multiplied one by one."""
+    import numpy as np
+    import torch
+
+    factors = np.full(_STEPS + 1, ratio)
+    factors[:2] = 0.0, first
+    np.cumprod(factors[1:], out=factors[1:])
+    return torch.from_numpy(factors.astype(np.float32))
 
 
 def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor:
@@ -139,7 +142,7 @@ def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor
     ratio = span ** (1 / (_STEPS - 1)) * (1 + 2.0**-22) if span > 1 else 1.0
     head = over(out, "float32", (2,))
     head[0], head[1] = first, ratio
-    row = torch.tensor(_row(float(head[0]), float(head[1])), dtype=torch.float64).float()
+    row = _row(float(head[0]), float(head[1]))
     if up:
         index = torch.searchsorted(row[1:], flat)
     else:
@@ -155,12 +158,10 @@ def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tenso
     Raises:
         CodecError: if the description is none.
     """
-    import torch
-
     first, ratio = over(data, "float32", (2,)).tolist()
     if not (0 < first < math.inf and 1 <= ratio < 2):
         raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
-    row = torch.tensor(_row(first, ratio), dtype=torch.float64).float()
+    row = _row(first, ratio)
     index = over(data[ROW_BYTES:], "uint8", (prod(shape),))
     return row.index_select(0, index.int()).view(shape)
 

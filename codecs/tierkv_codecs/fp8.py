@@ -38,6 +38,8 @@ _TOP: Final = 256.0
 _WHOLE: Final = 1 << 62  # a group is a whole channel of the block, or a whole row
 _TILE: Final = 1 << 16
 _MANTISSA: Final = 2.0**-4  # half a unit in the last place, relative
+_FIELDS: Final = 0x87F00000 - (1 << 32)  # sign, exponent and mantissa, shifted up; as int32
+_UP: Final = 2.0**120
 _SUBNORMAL: Final = 2.0**-10  # half the distance of e4m3's subnormals
 
 
@@ -120,6 +122,8 @@ class Fp8(TensorBytesCodec):
         Raises:
             CodecError: if ``data`` is not the encoding of such a tensor.
         """
+        import torch
+
         shape, dtype = tuple(into.shape), dtype_name(into)
         due = self.encoded_bytes(shape, dtype, tensor)
         if len(data) != due:
@@ -131,9 +135,13 @@ class Fp8(TensorBytesCodec):
         payload = data[groups.number * DTYPE_BYTES[dtype] :]
         if _decode_fast(payload, groups, scale, into):
             return
-        codes = over(payload, "float8_e4m3fn", shape)
+        codes = over(payload, "int8", shape)
         for tile in _tiles(shape):
-            into[tile].copy_(codes[tile].float().mul_(scale[tile]))
+            # e4m3 as the upper bits of a float32, too small by exactly 2 ** 120 (its NaN codes are
+            # never written): several times as
+            # fast as torch's own conversion
+            bits = codes[tile].int().bitwise_left_shift_(20).bitwise_and_(_FIELDS)
+            into[tile].copy_(bits.view(torch.float32).mul_(_UP).mul_(scale[tile]))
 
     def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
         """A sixteenth of the value, or of the smallest normal number of its group's scale.

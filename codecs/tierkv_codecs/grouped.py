@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from tierkv.layout import Layer, TensorSpec
 
-__all__ = ["Int2", "Int3", "Int4", "Int6"]
+__all__ = ["Grouped", "Int2", "Int3", "Int4", "Int6"]
 
 _TILE = 1 << 16  # numbers worked on at once: the float32 temporary stays in the cache
 

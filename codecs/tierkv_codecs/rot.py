@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Rot2", "Rot3", "Rot4"]
+__all__ = ["Rot2", "Rot3", "Rot4", "Rotated"]
 
 _LEVELS: Final = {
     2: (0.4528, 1.5104),

@@ -227,8 +227,9 @@ def test_the_benchmark_reports_missed_floors() -> None:
     bad = row("rot3", 3.25, 1.0)
     assert benchmark._missed("m", [bad]) == ["m: 3.3 bits: kl 1 > 0.028"]
     assert benchmark._missed("m", [bad._replace(kl=0.01)]) == []
-    slow = row("planes", 10, 0.0)._replace(decode_vs_memcpy=0.1)
-    assert len(benchmark._missed("m", [slow])) == 1
+    slow = row("int8", 8.5, 0.0)._replace(decode_vs_memcpy=0.1, encode_GBps=1.0)
+    assert len(benchmark._missed("synthetic", [slow])) == 1
+    assert benchmark._missed("m", [slow]) == []
 
 
 def test_synthetic_kv_has_outlier_channels_and_tokens() -> None:

@@ -315,12 +315,12 @@ async def test_a_hanging_load_holds_up_nobody_else(tmp_path: Path) -> None:
         await rig.at_rest()
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "flush", "delete"])
+@pytest.mark.parametrize("operation", ["read", "write", "flush", "delete", "flush+aclose"])
 async def test_closing_is_bounded_whatever_hangs(operation: str, tmp_path: Path) -> None:
     space = kit.space()
     ids = kit.tokens(BLOCKS)
     kv = kit.Memory(space.layout, len(ids), seed=1)
-    hanging = Hanging(operation)
+    hanging = Hanging(*operation.split("+"))
     tiers = kit.tiers("host+nvme", tmp_path)
     backends = wrap(tiers, {"nvme": [hanging]})
     engine = tierkv.Engine(

@@ -10,6 +10,8 @@ import pytest
 import tierkv
 from tests import kit
 from tierkv.errors import LoadIncomplete
+from tierkv.layout import Group, GroupKind, Layer, Layout, Space
+from tierkv.mover.layers import BATCH_PARTS
 from tierkv.registry import resolve
 
 if TYPE_CHECKING:
@@ -103,3 +105,43 @@ async def test_a_failing_layer_raises_load_incomplete_and_is_a_miss_afterwards(
             assert match.tokens < 64
         assert engine.stats().leases == 0
         assert engine.stats().staging_used == 0
+
+
+async def test_layers_stored_in_another_order_than_they_are_numbered(tmp_path: Path) -> None:
+    """The first range read of a part has to reach the layer wherever it stands in the frame."""
+    layers = tuple(Layer.kv(index, 2, 256, "float32") for index in (3, 1, 2, 0))
+    space = Space(tierkv.Identity("m", "r"), Layout((Group(GroupKind.FULL, layers),)), 16)
+    ids = kit.tokens(3)
+    kv = kit.Memory(space.layout, 48, seed=1)
+    (tier,) = kit.tiers("nvme", tmp_path)
+    async with tierkv.open(tiers=[tier], space=space) as engine, engine.session("a") as session:
+        await session.store(ids, kv.view)
+        back = kit.Memory(space.layout, 48)
+        async with session.match(ids) as match:
+            assert [x async for x in match.layers(into=back.view)] == [0, 1, 2, 3]
+        assert back.same(kv, 48)
+
+
+@pytest.mark.parametrize("kinds", ["host", "nvme"])
+async def test_many_blocks_travel_in_bounded_batches(kinds: str, tmp_path: Path) -> None:
+    """Setting up a read of thousands of blocks at once would hold up the loop."""
+    space = kit.space("latent", block=1)
+    ids = list(range(2 * BATCH_PARTS + 9))
+    kv = kit.Memory(space.layout, len(ids), seed=1)
+    (tier,) = kit.tiers(kinds, tmp_path, "64MiB")
+    backend = resolve("backends", kinds)(tier)
+
+    async def before(number: int) -> None:
+        pass
+
+    calls = _spy(backend, before)
+    async with tierkv.open(tiers=[tier], space=space, backends=[backend]) as engine:
+        async with engine.session("a") as session:
+            await session.store(ids, kv.view)
+            back = kit.Memory(space.layout, len(ids))
+            async with session.match(ids) as match:
+                layers = match.layers(into=back.view)
+                assert [x async for x in layers] == [0]
+                assert layers.by_tier == {kinds: len(ids)}
+            assert back.same(kv, len(ids))
+    assert calls == ([] if kinds == "host" else [BATCH_PARTS, BATCH_PARTS, 9])

@@ -94,8 +94,6 @@ async def open_level(core: Core, level: Level) -> None:
     # Microseconds since 1970 outrun any number of stores, so that no run reuses a generation of
     # another one: a frame that a crash left behind without its record can never pass for a new one.
     floor = max(0, int(wall * 1e6))
-    core.free(
-        core.decisions.recover(level.index, found, charges, core.clock(), wall, floor=floor)
-    )
+    core.free(core.decisions.recover(level.index, found, charges, core.clock(), wall, floor=floor))
     core.peaks[level.index] = core.decisions.used(level.index)
     await core.purge(level)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tierkv.blocks import as_token_ids
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
 from tierkv.engine.lifecycle import NOT_OPEN, Lifecycle, check_space
@@ -15,7 +16,9 @@ from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
 from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
+from tierkv.session.base import check_fidelity
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
+from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,6 +85,8 @@ class Engine(Lifecycle):
         space = self._space(space)
         if name == "":
             raise ConfigError("a session's name is a text that is not empty")
+        ttl = None if ttl is None else parse_duration(ttl)
+        check_fidelity(fidelity)  # before the session is made
         state = self._sessions.ensure(space, tenant, name, salt)
         quota = "session_quota" in self.config.tenants.get(tenant, {})
         return Session(self.runtime, self._sessions, state, ttl=ttl, fidelity=fidelity, quota=quota)
@@ -135,7 +140,7 @@ class Engine(Lifecycle):
         keys = state.chain.keys
         if tokens is not None:
             chain = state.chain.fork()
-            await self.workers.run(chain.follow, tokens)
+            await self.workers.run(chain.follow, as_token_ids(tokens))
             keys = chain.keys
         return handle.promote(keys)
 
@@ -166,7 +171,7 @@ class Engine(Lifecycle):
         """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing."""
         state = SessionState("", tenant, self._space(space), salt)
         handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
-        return handle.explain(token_ids)
+        return handle.explain(as_token_ids(token_ids))
 
     def forget_session(
         self,

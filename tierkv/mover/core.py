@@ -140,6 +140,7 @@ class Core:
         self.storing: dict[PartId, Signal] = {}
         self.peaks = [0] * len(self.levels)
         self._reading: dict[tuple[int, PartId, int], int] = {}
+        self._plain = all(level.chain == "raw" for level in self.levels)
         self._pipelines: dict[tuple[bytes, str], Pipeline] = {}
 
     @property
@@ -165,6 +166,8 @@ class Core:
         buffer = level.memory.borrow(part, generation) if level.memory is not None else None
         if buffer is None:
             return None
+        if self._plain:
+            return "raw"
         try:
             header = decode_header(buffer.memory)
         except IntegrityError:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import Found, Query
     from tierkv.mover.core import Core
 
-__all__ = ["find"]
+__all__ = ["find", "tokens_by_tier"]
 
 
 async def find(core: Core, query: Query) -> Found:
@@ -27,3 +27,18 @@ async def find(core: Core, query: Query) -> Found:
         core.decisions.abandon(lookup, core.clock())
         raise
     return core.decisions.finish(lookup, core.clock())
+
+
+def tokens_by_tier(core: Core, found: Found, block_tokens: int) -> dict[str, int]:
+    """Tokens of a prefix by tier: a block counts for the slowest tier that one of its parts is in."""
+    tiers = {part.tier for part in found.parts}
+    if len(tiers) == 1 and len(found.parts) >= found.blocks:
+        return {core.levels[tiers.pop()].name: found.tokens}
+    slowest: dict[int, int] = {}
+    for part in found.parts:
+        slowest[part.block] = max(slowest.get(part.block, 0), part.tier)
+    out: dict[str, int] = {}
+    for block, tier in slowest.items():
+        name = core.levels[tier].name
+        out[name] = out.get(name, 0) + min(block_tokens, found.tokens - block * block_tokens)
+    return out

@@ -1,7 +1,8 @@
 """Layer-wise loads: a layer is yielded as soon as it is verified and in place.
 
 One backend call per layer and tier (a layer larger than the staging window, or of more than
-:data:`BATCH_PARTS` parts, takes several). The next layer is on its way while the caller computes with the one it was given.
+:data:`BATCH_PARTS` parts, takes several). The next layer is on its way while the caller computes
+with the one it was given.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tierkv.decisions.types import EvictReason
 from tierkv.errors import CapacityError, ClosedError, CodecError, LoadIncomplete
 from tierkv.frame import ALIGN, header_bytes, page_round
 from tierkv.mover.core import INLINE_BYTES, derivation
+from tierkv.mover.find import tokens_by_tier
 from tierkv.mover.slices import sliced
 from tierkv.pipeline import deliver, layer_range, open_frame, verify
 
@@ -296,11 +298,4 @@ class LayerLoad:
     def _finish(self) -> None:
         plan, progress = self._plan, self._plan.progress
         progress.blocks = plan.found.blocks
-        slowest: dict[int, int] = {}
-        for sources in self._sources.values():
-            for source in sources:
-                block, tier = source.found.block, source.found.tier
-                slowest[block] = max(slowest.get(block, 0), tier)
-        for block, tier in slowest.items():
-            name = self._core.levels[tier].name
-            progress.by_tier[name] = progress.by_tier.get(name, 0) + plan.tokens_of(block)
+        progress.by_tier = tokens_by_tier(self._core, plan.found, plan.space.block_tokens)

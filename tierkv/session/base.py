@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from tierkv.session.match import Match
     from tierkv.session.table import Runtime, SessionState, SessionTable
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "check_fidelity"]
+
+
+def check_fidelity(fidelity: str) -> str:
+    """Take what a caller said of lossy copies.
+
+    Raises:
+        ConfigError: if it is neither ``"exact"`` nor ``"lossy"``.
+    """
+    if fidelity not in ("exact", "lossy"):
+        raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
+    return fidelity
 
 
 class Handle:
@@ -41,11 +52,9 @@ class Handle:
         fidelity: str = "exact",
         quota: bool = False,
     ) -> None:
-        if fidelity not in ("exact", "lossy"):
-            raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
         self.runtime = runtime
         self.state = state
-        self.lossy = fidelity == "lossy"
+        self.lossy = check_fidelity(fidelity) == "lossy"
         self.quota = quota
         self.lineage: list[Progress] = []
         self.matches: set[Match] = set()

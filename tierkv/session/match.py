@@ -11,7 +11,7 @@ from tierkv.blocks import as_token_ids, part_id
 from tierkv.decisions.types import Found, GroupRule, MissReason, Query
 from tierkv.errors import ClosedError
 from tierkv.layout import GroupKind
-from tierkv.mover.find import find
+from tierkv.mover.find import find, tokens_by_tier
 from tierkv.mover.layers import LayerLoad
 from tierkv.mover.lease import Lease
 from tierkv.mover.load import LoadPlan, load
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tierkv.abc import View
     from tierkv.blocks import BlockKey, KeyChain, Media
-    from tierkv.mover.core import Core
     from tierkv.session.handle import Session
     from tierkv.session.table import Tail
 
@@ -186,7 +185,7 @@ class Match:
         core = self._session.runtime.core
         space = self._session.space
         found = self._found
-        by_tier = _by_tier(core, found, space.block_tokens)
+        by_tier = tokens_by_tier(core, found, space.block_tokens)
         core.observer.lookup(
             requested=len(self._ids),
             reusable=shared // space.block_tokens * space.block_tokens,
@@ -297,21 +296,6 @@ class Match:
         layers = LayerLoad(self._session.runtime.core, self.plan(into))
         self._layers.append(layers)
         return layers
-
-
-def _by_tier(core: Core, found: Found, block_tokens: int) -> dict[str, int]:
-    """Tokens of a prefix by tier (the slowest that a block's parts are in)."""
-    tiers = {part.tier for part in found.parts}
-    if len(tiers) == 1 and len(found.parts) >= found.blocks:
-        return {core.levels[tiers.pop()].name: found.tokens}
-    slowest: dict[int, int] = {}
-    for part in found.parts:
-        slowest[part.block] = max(slowest.get(part.block, 0), part.tier)
-    out: dict[str, int] = {}
-    for block, tier in slowest.items():
-        name = core.levels[tier].name
-        out[name] = out.get(name, 0) + min(block_tokens, found.tokens - block * block_tokens)
-    return out
 
 
 async def follow(
