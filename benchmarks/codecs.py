@@ -48,7 +48,7 @@ class Floor(NamedTuple):
 
 FLOORS: Final = (
     Floor("planes is lossless at 1.45x", "ratio", 1.45, False, ("planes",)),
-    Floor("int8 takes 8.5 bits", "bits_per_element", 8.51, True, ("int8",)),
+    Floor("int8 takes 8.5 bits", "bits_per_element", 8.5, True, ("int8",)),
     Floor("int8 changes nothing", "kl", 1e-4, True, ("int8",)),
     Floor("4.5 bits", "kl", 7e-3, True, ("int4", "rot4")),
     Floor("4.5 bits, first block exact", "kl", 4e-3, True, ("int4", "rot4"), exact_first=1),

@@ -6,8 +6,9 @@ import hashlib
 import os
 import subprocess
 import sys
+from array import array
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from tierkv.blocks import (
     Identity,
     KeyChain,
     Media,
+    as_token_ids,
     chain_root,
     encode_fields,
     part_id,
@@ -30,7 +32,7 @@ from tierkv.errors import LayoutError
 from tierkv.layout import Layout, Space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 IDENTITY = Identity(
     model="org/model",
@@ -331,3 +333,63 @@ def test_i3_what_has_no_order_is_refused(value: object) -> None:
 def test_media_before_the_first_token_are_refused() -> None:
     with pytest.raises(LayoutError, match="token index"):
         Media(-1, b"digest")
+
+
+@pytest.mark.parametrize(
+    "ids", [b"x" * 64, bytearray(4), memoryview(bytes(4)), "abc", None, 3, {1}, {1: 2}, iter([1])]
+)
+def test_what_is_no_sequence_of_token_ids_is_refused(ids: object) -> None:
+    """64 bytes are not 16 tokens."""
+    chain = KeyChain(SPACE.root(), 1)
+    calls: list[Callable[[Any], object]] = [chain.follow, chain.common_tokens, as_token_ids]
+    for call in calls:
+        with pytest.raises(LayoutError, match="token ids"):
+            call(ids)
+    assert not chain.tokens
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda ids: array("H", ids), lambda _: range(40)])
+def test_every_sequence_of_token_ids_gives_the_same_keys(make: Callable[[range], Any]) -> None:
+    chain = KeyChain(SPACE.root(), 16)
+    chain.follow(make(range(40)))
+    twin = KeyChain(SPACE.root(), 16)
+    twin.follow(array("I", range(40)))
+    assert chain.keys == twin.keys
+    assert len(chain.keys) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": ""},
+        {"model": None},
+        {"weights": ""},
+        {"weights": b"rev"},
+        {"context_policy": ""},
+        {"shard": (3, 2)},
+        {"shard": (2, 2)},
+        {"shard": (-1, 2)},
+        {"shard": (0,)},
+        {"shard": [0, 1]},
+        {"shard": (False, True)},
+        {"shard": None},
+        {"adapters": ["style"]},
+        {"adapters": ("style",)},
+        {"adapters": None},
+        {"extra": {"rope": "linear"}},
+        {"extra": (("rope", 2),)},
+        {"extra": ("rope",)},
+        {"extra": None},
+    ],
+)
+def test_an_identity_says_everything_or_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match=f"identity: {next(iter(options))}"):
+        Identity(**{"model": "m", "weights": "r", **options})
+
+
+def test_an_adapter_says_everything_or_is_refused() -> None:
+    rubbish: list[Any] = [("", "v"), ("a", ""), ("a", 1), ("a", "v", "0.5"), ("a", "v", True)]
+    for wrong in rubbish:
+        with pytest.raises(LayoutError, match="adapter"):
+            AdapterId(*wrong)
+    assert AdapterId("style", "v1", 1).scale == 1

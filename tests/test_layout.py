@@ -83,6 +83,21 @@ def test_spaces_with_other_block_sizes_differ() -> None:
         (lambda: Layout(()), "at least one group"),
         (lambda: Layout((FULL, FULL)), "one group only"),
         (lambda: Space(Identity("m", "r"), Layout((FULL,)), 0), "block_tokens"),
+        (lambda: Space(Identity("m", "r"), Layout((FULL,)), "16"), "block_tokens"),  # type: ignore[arg-type]
+        (lambda: Space(Identity("m", "r"), Layout((FULL,)), True), "block_tokens"),
+        (lambda: Space("m", Layout((FULL,))), "must be a Identity"),  # type: ignore[arg-type]
+        (lambda: Space(Identity("m", "r"), "L"), "must be a Layout"),  # type: ignore[arg-type]
+        (lambda: Layout.uniform(1.5, 1, 2, "int8"), "number of layers"),  # type: ignore[arg-type]
+        (lambda: Layout.uniform(0, 1, 2, "int8"), "number of layers"),
+        (lambda: Layout.uniform(1, "1", 2, "int8"), "size in shape"),  # type: ignore[arg-type]
+        (lambda: Layout([FULL]), "tuple of Group"),  # type: ignore[arg-type]
+        (lambda: Group("full", FULL.layers), "GroupKind"),  # type: ignore[arg-type]
+        (lambda: Group(GroupKind.FULL, FULL.layers[0]), "tuple of Layer"),  # type: ignore[arg-type]
+        (lambda: Group(GroupKind.SLIDING, FULL.layers, window=1.5), "window"),  # type: ignore[arg-type]
+        (lambda: Layer("0", FULL.layers[0].tensors), "number of a layer"),  # type: ignore[arg-type]
+        (lambda: Layer(0, ("k",)), "tuple of TensorSpec"),  # type: ignore[arg-type]
+        (lambda: TensorSpec(5, "int8", (1, 2)), "name of a tensor"),  # type: ignore[arg-type]
+        (lambda: TensorSpec("k", "int8", [1, 2]), "shape must be"),  # type: ignore[arg-type]
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, says: str) -> None:

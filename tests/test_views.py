@@ -214,6 +214,89 @@ def test_check_asks_foreign_views() -> None:
         views.check(_Foreign(), Layout.uniform(2, HEADS, DIM, "bfloat16"))
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: views.dense([]), "at least one tensor"),
+        (lambda: views.dense(None), "not NoneType"),  # type: ignore[arg-type]
+        (lambda: views.dense("kv"), "not str"),  # type: ignore[arg-type]
+        (lambda: views.dense([5]), "pair"),  # type: ignore[list-item]
+        (lambda: views.dense([numbered(4)]), "pair"),  # type: ignore[list-item]
+        (lambda: views.dense({"0": {"k": numbered(4)}}), "layer number"),  # type: ignore[dict-item]
+        (lambda: views.dense({0: numbered(4)}), "layer number"),  # type: ignore[dict-item]
+        (lambda: views.dense([(numbered(4), None)]), "'v': need a torch tensor"),  # type: ignore[list-item]
+        (lambda: views.dense([(numbered(4).numpy(),) * 2]), "torch.from_numpy"),  # type: ignore[list-item]
+        (lambda: views.dense([(numbered(4), torch.zeros(2, 4, 3, device="meta"))]), "meta device"),
+        (lambda: views.dense([(numbered(4), numbered(4).to_sparse())]), "torch.sparse_coo"),
+        (lambda: views.paged([(torch.zeros(4, 2, 5, 3, device="meta"),) * 2], [0]), "meta device"),
+        (lambda: views.dense({}, states={0: {"s": None}}), "need a torch tensor"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_holds_no_plain_memory_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        make()
+
+
+def test_check_refuses_tensors_that_the_layout_does_not_have() -> None:
+    pair = (numbered(4), numbered(4))
+    with pytest.raises(LayoutError, match="no tensor 'k' for layer 2"):
+        views.check(views.dense([pair] * 3), LAYOUT)
+    named = {i: {"k": pair[0], "v": pair[1]} for i in (0, 1)}
+    with pytest.raises(LayoutError, match="no tensor 'q' for layer 1"):
+        views.check(views.dense({**named, 1: {**named[1], "q": pair[0]}}), LAYOUT)
+    with pytest.raises(LayoutError, match="no tensor 'ssm' for layer 7"):
+        views.check(views.dense(named, states={7: {"ssm": torch.zeros(3)}}), LAYOUT)
+
+
+def test_check_knows_how_much_room_there_is() -> None:
+    view = views.dense([(numbered(9), numbered(4)), (numbered(9), numbered(9))])
+    assert view.room() == 4
+    views.check(view, LAYOUT, 4)
+    with pytest.raises(LayoutError, match="room for 4 tokens, 5 are needed"):
+        views.check(view, LAYOUT, 5)
+    paged = paged_view("NHD", 4, [1, 0])
+    views.check(paged, LAYOUT, 8)
+    with pytest.raises(LayoutError, match="room for 8"):
+        views.check(paged, LAYOUT, 9)
+    views.check(_Foreign(), LAYOUT, 1000)  # it cannot tell: found out when it is read
+    states = views.dense({}, states={2: {"conv": torch.zeros(4, 5)}})
+    assert states.room() is None
+
+
+def _fused(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.zeros(HEADS, tokens, 2 * DIM)
+    return whole[..., :DIM], whole[..., DIM:]
+
+
+def test_check_accepts_memory_that_is_interleaved_but_not_shared() -> None:
+    apart = torch.zeros(2, 2, 6, HEADS, 4, DIM)  # layer, K or V, page, ...
+    beside = torch.zeros(6, 2, 2, HEADS, 4, DIM)  # page, layer, K or V, ...
+    by_token = torch.zeros(4, 2, 2, HEADS, DIM).permute(1, 2, 3, 0, 4)
+    for view in (
+        views.paged([(apart[i, 0], apart[i, 1]) for i in (0, 1)], [3, 0]),
+        views.paged([(beside[:, i, 0], beside[:, i, 1]) for i in (0, 1)], [3, 0]),
+        views.dense([_fused(4), _fused(4)]),
+        views.dense([(by_token[i, 0], by_token[i, 1]) for i in (0, 1)]),
+    ):
+        views.check(view, LAYOUT, 4, writing=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda one: [(one, one), _fused(8)], "layer 0, 'v': shares memory"),
+        (lambda one: [_fused(8), (one, one[:, 2:])], "layer 1, 'v': shares memory"),
+        (lambda one: [(one, numbered(8))] * 2, "layer 1, .*: shares memory with layer 0"),
+        (lambda one: [_fused(8), (one, torch.zeros(2, 1, 3).expand(-1, 8, -1))], "expanded"),
+    ],
+)
+def test_check_refuses_to_write_what_is_shared(make: Any, says: str) -> None:
+    view = views.dense(make(numbered(8)))
+    views.check(view, LAYOUT)
+    with pytest.raises(LayoutError, match=says):
+        views.check(view, LAYOUT, writing=True)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e5m2", "bool", "int64"])
 def test_over_copies_nothing(dtype: str, read_only: bool) -> None:

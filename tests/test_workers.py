@@ -251,7 +251,7 @@ async def test_a_stray_cancellation_ends_its_job_and_no_other(
     assert loops == 3
     assert restarted == ["loop"]
     assert not workers.stopping
-    assert await workers.spawn(asyncio.sleep, 0, "still here").wait() == "still here"
+    assert await workers.spawn(workers.run, str, 5).wait() == "5"
     await other.wait()
     await workers.aclose()
     assert workers.stopping

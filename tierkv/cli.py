@@ -62,7 +62,13 @@ COMMANDS: Final = (
     LazyCommand(
         "demo",
         "tierkv_adapters.hf.demo:demo",
-        "Chat with a small real model, cold and returning, and compare.",
+        "Chat with a small real model, cold and returning.",
+        "pip install -c constraints.txt -e '.[demo]'",
+    ),
+    LazyCommand(
+        "codec-report",
+        "tierkv_adapters.hf.report:codec_report",
+        "Measure codec chains on a model's own KV.",
         "pip install -c constraints.txt -e '.[demo]'",
     ),
 )

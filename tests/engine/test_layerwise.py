@@ -135,13 +135,15 @@ async def test_many_blocks_travel_in_bounded_batches(kinds: str, tmp_path: Path)
         pass
 
     calls = _spy(backend, before)
-    async with tierkv.open(tiers=[tier], space=space, backends=[backend]) as engine:
-        async with engine.session("a") as session:
-            await session.store(ids, kv.view)
-            back = kit.Memory(space.layout, len(ids))
-            async with session.match(ids) as match:
-                layers = match.layers(into=back.view)
-                assert [x async for x in layers] == [0]
-                assert layers.by_tier == {kinds: len(ids)}
-            assert back.same(kv, len(ids))
+    async with (
+        tierkv.open(tiers=[tier], space=space, backends=[backend]) as engine,
+        engine.session("a") as session,
+    ):
+        await session.store(ids, kv.view)
+        back = kit.Memory(space.layout, len(ids))
+        async with session.match(ids) as match:
+            layers = match.layers(into=back.view)
+            assert [x async for x in layers] == [0]
+            assert layers.by_tier == {kinds: len(ids)}
+        assert back.same(kv, len(ids))
     assert calls == ([] if kinds == "host" else [BATCH_PARTS, BATCH_PARTS, 9])

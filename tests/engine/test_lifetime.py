@@ -303,3 +303,18 @@ async def test_a_broken_worker_comes_back(tmp_path: Path, caplog: Any) -> None:
             assert (await session.flush()).durable == 4
         await rig.at_rest()
     assert "injected" in caplog.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kinds", COMBINATIONS)
+async def test_no_run_reuses_a_generation_of_an_earlier_one(kinds: str, tmp_path: Path) -> None:
+    """Else a frame left by a crash, its record lost, could pass for the one stored after it."""
+    highest = 0
+    for _ in range(3):
+        async with running(kinds, tmp_path, space=SPACE) as rig:
+            async with rig.engine.session("a") as session:
+                assert (await session.store(IDS, KV.view)).stored == 4
+            generations = [g for _, g, _ in rig.engine.core.decisions.parts(0)]
+            assert min(generations) > highest
+            highest = max(generations)
+            await rig.engine.reset()  # nothing is left from which the number could be known

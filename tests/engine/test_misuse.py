@@ -12,6 +12,7 @@ import tierkv
 from tests import kit
 from tests.engine.rig import Rig, load
 from tierkv.errors import ClosedError, ConfigError, LayoutError, SessionBusyError
+from tierkv.layout import Layout
 from tierkv.session.batches import StoreRequest
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ async def test_what_is_no_list_of_token_ids_is_refused(ids: Any) -> None:
             async with session.match(ids):
                 pass
         with pytest.raises(LayoutError, match="token ids"):
-            session.explain(ids) if ids is not None else engine.explain(ids)
+            engine.explain(ids)
         assert session.token_ids == []
         await Rig(engine, {}).at_rest()
 
@@ -212,7 +213,7 @@ async def test_memory_of_another_model_or_shared_memory_is_not_loaded_into() -> 
     async with _engine() as engine, engine.session("a") as session:
         await session.store(IDS, KV.view)
         async with session.match(IDS) as match:
-            more = kit.Memory(kit.Layout.uniform(4, 2, 8, "float32"), 64)
+            more = kit.Memory(Layout.uniform(4, 2, 8, "float32"), 64)
             with pytest.raises(LayoutError, match="no tensor 'k' for layer 3"):
                 await match.load(into=more.view)
             one = torch.zeros(2, 64, 8)
@@ -262,4 +263,4 @@ async def test_history_can_be_told_without_kv() -> None:
             one.remember(IDS[:5])
         assert two.token_ids == IDS[:5]
         with pytest.raises(LayoutError):
-            one.remember(b"ab")  # type: ignore[arg-type]
+            one.remember(b"ab")

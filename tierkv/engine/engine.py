@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tierkv.blocks import as_token_ids
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
-from tierkv.engine.lifecycle import NOT_OPEN, Lifecycle, check_space
+from tierkv.engine.lifecycle import Lifecycle
+from tierkv.engine.parts import NOT_OPEN, check_space
 from tierkv.engine.stats import EngineStats
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space

@@ -13,10 +13,10 @@ from tierkv import __version__
 from tierkv.buffers import Staging
 from tierkv.engine.compose import make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
+from tierkv.engine.parts import Parts
 from tierkv.engine.stats import CloseReport
-from tierkv.errors import BackendError, ClosedError, ConfigError
-from tierkv.layout import Space
-from tierkv.metrics import EngineSnapshot, MetricsObserver, NullObserver, TierSnapshot, serve
+from tierkv.errors import BackendError, ClosedError
+from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
 from tierkv.mover.fetch import Fetcher
@@ -31,32 +31,17 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Backend, Observer
     from tierkv.config import EngineConfig
-    from tierkv.metrics import MetricsServer
+    from tierkv.layout import Space
     from tierkv.mover.core import Level
-    from tierkv.session import SessionInfo
 
-__all__ = ["NOT_OPEN", "Lifecycle", "check_space"]
+__all__ = ["Lifecycle"]
 
 _log = logging.getLogger("tierkv")
 _LOOPS = ("write-behind", "housekeeping")
-NOT_OPEN = "the engine is not open: use it inside 'async with tierkv.open(...) as engine'"
 
 
-def check_space(space: object) -> Space:
-    """Take a space given by a caller.
-
-    Raises:
-        ConfigError: if it is none.
-    """
-    if not isinstance(space, Space):
-        raise ConfigError(f"space= takes a tierkv.Space(identity, layout), not {space!r:.80}")
-    return space
-
-
-class Lifecycle:
+class Lifecycle(Parts):
     """What opens, keeps house and closes; :class:`~tierkv.engine.Engine` adds what users call."""
-
-    _core: Core | None = None  # of the class: __del__ also sees engines whose making failed
 
     def __init__(
         self,
@@ -68,8 +53,7 @@ class Lifecycle:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.config = config
-        self.default_space = None if space is None else check_space(space)
+        super().__init__(config, space)
         self._backends = tuple(backends) if backends is not None else None
         self._clock = clock
         self._wall = wall
@@ -86,23 +70,9 @@ class Lifecycle:
             name=config.name,
             on_restart=lambda worker: self._observer.restarted(worker=worker),
         )
-        self._runtime: Runtime | None = None
-        self._table: SessionTable | None = None
-        self._server: MetricsServer | None = None
         self._report: CloseReport | None = None
         self._closing: Signal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __repr__(self) -> str:
-        if self._core is None:
-            return f"<Engine {self.config.name}: not open>"
-        d = self._core.decisions
-        tiers = ", ".join(f"{x.name} {d.used(x.index)} B" for x in self._core.levels)
-        state = "closed" if self._core.closed else "open"
-        return (
-            f"<Engine {self.config.name}: {state} | {tiers} | {len(self._sessions)} sessions, "
-            f"{d.leases()} leases, {self.runtime.behind.pending} to write>"
-        )
 
     def __del__(self) -> None:
         if self._core is not None and not self._core.closed:
@@ -282,61 +252,3 @@ class Lifecycle:
 
     def __exit__(self, *_: object) -> None:
         """Never called: see :meth:`__enter__`."""
-
-    # ------------------------------------------------------------------ parts
-
-    @property
-    def metrics_port(self) -> int | None:
-        """Loopback port on which ``/metrics`` is served; None if it is not."""
-        return None if self._server is None else self._server.port
-
-    @property
-    def core(self) -> Core:
-        """Decisions, tiers and movers of the running engine.
-
-        Raises:
-            ClosedError: if the engine was not opened.
-        """
-        if self._core is None:
-            raise ClosedError(NOT_OPEN)
-        return self._core
-
-    @property
-    def runtime(self) -> Runtime:
-        """What sessions need of the engine."""
-        if self._runtime is None:
-            raise ClosedError(NOT_OPEN)
-        return self._runtime
-
-    @property
-    def _sessions(self) -> SessionTable:
-        if self._table is None:
-            raise ClosedError(NOT_OPEN)
-        return self._table
-
-    def sessions(self) -> list[SessionInfo]:
-        """Snapshot of every session."""
-        return [self._sessions.info(state) for state in self._sessions]
-
-    def snapshot(self) -> EngineSnapshot:
-        """What the metrics page shows as gauges."""
-        core = self._core
-        if core is None:
-            return EngineSnapshot()
-        d = core.decisions
-        return EngineSnapshot(
-            tiers=tuple(
-                TierSnapshot(
-                    name=x.name,
-                    used_bytes=d.used(x.index),
-                    capacity_bytes=self.config.tiers[x.index].capacity_bytes,
-                    peak_bytes=core.peaks[x.index],
-                    reserved_bytes=d.reserved(x.index),
-                    entries=d.entries(x.index),
-                )
-                for x in core.levels
-            ),
-            sessions=sum(bool(state.handles) for state in self._sessions),
-            leases=d.leases(),
-            session_bytes=sum(self._sessions.info(s).nbytes for s in self._sessions if s.handles),
-        )

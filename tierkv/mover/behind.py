@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.errors import ClosedError, CodecError
 from tierkv.frame import decode_header
-from tierkv.mover.copying import Copy, copy_batch
+from tierkv.mover.copying import Copy, copy_batch, most_bytes
 from tierkv.mover.core import stored_part
 from tierkv.mover.slices import sliced
 from tierkv.workers import Signal
@@ -283,16 +283,18 @@ class WriteBehind:
         done.set()
 
     def _batch(self) -> list[Copy]:
-        first = self._queue.popleft()
-        batch = [first]
-        size = first.stored.nbytes
-        while self._queue and len(batch) < _BATCH_PARTS:
-            following = self._queue[0]
-            if (following.source, following.target) != (first.source, first.target):
+        """Take copies between the same two tiers, as many as may be encoded anew at once."""
+        core, queue = self._core, self._queue
+        target = core.levels[queue[0].target]
+        batch: list[Copy] = []
+        room = 0
+        while queue and len(batch) < _BATCH_PARTS:
+            copy = queue[0]
+            if batch and (copy.source, copy.target) != (batch[0].source, target.index):
                 break
-            if size + following.stored.nbytes > self._batch_bytes:
+            room += most_bytes(core, copy, target)
+            if batch and room > self._batch_bytes:
                 break
-            batch.append(self._queue.popleft())
-            size += following.stored.nbytes
-        self.queued_bytes -= size
+            batch.append(queue.popleft())
+            self.queued_bytes -= copy.stored.nbytes
         return batch

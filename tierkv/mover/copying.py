@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierkv.layout import Space
     from tierkv.mover.core import Core, Level
 
-__all__ = ["Copy", "copy_batch"]
+__all__ = ["Copy", "copy_batch", "most_bytes"]
 
 _HOPELESS = 3  # batches that a tier fails in a row before parts are let go instead of kept for it
 _NO_ROOM = (SkipReason.FULL, SkipReason.TOO_LARGE, SkipReason.TENANT_QUOTA)
@@ -78,6 +78,7 @@ async def copy_batch(core: Core, batch: Sequence[Copy]) -> int:
     left = {i for i, o in enumerate(reservation.outcomes) if o.generation}
     slices: list[Buffer] = []
     damaged: list[StoredPart] = []
+    hopeless = False
     try:
         jobs = await _jobs(core, batch, sorted(left), source, target, slices)
         prepared, damaged = await core.workers.run(_prepare, core, jobs, target)
@@ -88,7 +89,7 @@ async def copy_batch(core: Core, batch: Sequence[Copy]) -> int:
                 left.discard(ready.number)
                 core.commit(target, reservation.id, [ready.number], [ready.stored])
     except CapacityError:
-        pass  # a frame larger than all staging memory: it stays where it is
+        hopeless = True  # a frame larger than all staging memory can never be encoded anew
     finally:
         if left:
             core.rollback(reservation.id, sorted(left), SkipReason.CLOSED)
@@ -96,11 +97,12 @@ async def copy_batch(core: Core, batch: Sequence[Copy]) -> int:
             piece.release()
     for stored in damaged:
         core.damaged(stored.part, source.index, stored.generation, "checksum")
-    _leave_source(core, batch, reservation, target)
+    hopeless = hopeless or target.failures >= _HOPELESS
+    _leave_source(core, batch, reservation, target, hopeless=hopeless)
     return len(left)
 
 
-def _bound(core: Core, copy: Copy, target: Level) -> int:
+def most_bytes(core: Core, copy: Copy, target: Level) -> int:
     """Most bytes that the copy may take in the target."""
     if core.levels[copy.source].chain == target.chain:
         return copy.stored.nbytes
@@ -119,7 +121,7 @@ def _reserve(core: Core, batch: Sequence[Copy], target: Level) -> Reservation:
                 part=stored.part,
                 parent=part_id(stored.parent, group) if stored.parent is not None else None,
                 root=stored.root,
-                nbytes=target.backend.charge(_bound(core, copy, target)),
+                nbytes=target.backend.charge(most_bytes(core, copy, target)),
                 exact=stored.exact,
                 lossless=stored.lossless and (same or core.pipeline(copy.space, target).lossless),
             )
@@ -149,7 +151,9 @@ async def _jobs(
         if buffer is not None:  # else a newer one took its place, and is queued itself
             found.append((number, batch[number], buffer))
     if source.chain != target.chain:
-        slices += await stage(core.staging, [_bound(core, copy, target) for _, copy, _ in found])
+        slices += await stage(
+            core.staging, [most_bytes(core, copy, target) for _, copy, _ in found]
+        )
     rooms: list[Buffer | None] = list(slices) or [None] * len(found)
     return [
         _Job(number, copy, buffer.memory, room, buffer)
@@ -182,7 +186,12 @@ def _prepare(
 
 
 def _leave_source(
-    core: Core, batch: Sequence[Copy], reservation: Reservation, target: Level
+    core: Core,
+    batch: Sequence[Copy],
+    reservation: Reservation,
+    target: Level,
+    *,
+    hopeless: bool,
 ) -> None:
     """Unpublish demoted parts in the faster tier, now that the slower one has them.
 
@@ -190,7 +199,6 @@ def _leave_source(
     and the faster tier must not fill up with what nobody will ever take.
     """
     now = core.clock()
-    hopeless = target.failures >= _HOPELESS
     for copy, outcome in zip(batch, reservation.outcomes, strict=True):
         demote, copy.demote = copy.demote, None
         if demote is None:

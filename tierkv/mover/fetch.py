@@ -154,23 +154,25 @@ class Fetcher:
             flight._land()
 
     async def _fly(self, level: Level, flights: list[Flight]) -> None:
-        promotion = _Promotion(self._core, level, flights)
-        wanted = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
-        if len(wanted) < len(flights):  # prefetched, but there is no room worth taking
-            self._finish([f for f in flights if not f.demand and promotion.buffer_of(f) is None])
-            flights = wanted
+        promotion: _Promotion | None = None
         try:
-            await self._read(level, flights, promotion)
-        except (TierKVError, OSError) as error:
+            promotion = _Promotion(self._core, level, flights)
+            # what was prefetched and finds no room worth taking is not read
+            wanted = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
+            await self._read(level, wanted, promotion)
+        except TierKVError as error:
             _log.warning(
                 "tier %s: a fetch of %d frames failed: %s", level.name, len(flights), error
             )
+        except Exception:  # noqa: BLE001 - whatever a plug-in does, whoever waits must hear of it
+            _log.exception("tier %s: a fetch of %d frames failed", level.name, len(flights))
         finally:
             # also on cancellation (engine closing): nothing unverified stays in reach
             for flight in flights:
                 if flight.header is None:
                     flight.frame = None
-            promotion.abandon()
+            if promotion is not None:
+                promotion.abandon()
             self._finish(flights)
 
     async def _read(self, level: Level, flights: Sequence[Flight], promotion: _Promotion) -> None:

@@ -67,6 +67,8 @@ class _Ranges:
         try:
             total = sum(high - low for _, low, high in self.spans)
             self._buffer = await self._core.staging.acquire(total)
+            if self._left:
+                return  # nobody wants it any more
             offset = 0
             requests = []
             for source, low, high in self.spans:

@@ -259,6 +259,8 @@ class Match:
             keys = self._keys[: plan.progress.blocks]
             self._release()
             self._take(await find(core, make_query(self._session, keys, len(keys) * size)))
+            if not self._open:  # left meanwhile, which knew nothing of this lease
+                self._release()
             plan = self.plan(plan.view)
             await load(core, self._session.runtime.fetcher, [plan], until)
         if plan.progress.reason is not None:

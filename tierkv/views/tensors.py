@@ -1,11 +1,4 @@
-"""Views: the caller's KV memory, seen token by token, without a copy.
-
-``dense`` wraps tensors ``[heads, tokens, dim]`` per layer; ``paged`` wraps the page pools of a
-serving engine. Index 0 is always token 0. A view owns nothing and is cheap to make.
-
-Writes happen in inference mode, so that both ordinary tensors and tensors made under
-``torch.inference_mode()`` can be filled, and no autograd history is recorded.
-"""
+"""Views of torch tensors: dense ones, and the pages of a pool."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tierkv.abc import View
 from tierkv.errors import LayoutError
+from tierkv.views.sharing import refuse_shared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -26,7 +20,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[int, Mapping[str, torch.Tensor]]
     Layers = Tensors | Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-__all__ = ["DenseView", "Order", "PagedView", "check", "dense", "over", "paged"]
+__all__ = ["DenseView", "Order", "PagedView", "check", "dense", "paged"]
 
 Order = Literal["HND", "NHD"]
 """Axes of a page: heads, tokens, dim - or tokens, heads, dim."""
@@ -138,26 +132,8 @@ class _TensorView(View):
         Raises:
             LayoutError: naming the first one.
         """
-        mine = (*self._tensors.items(), *self._states.items())
-        held = [
-            (tensor.data_ptr(), layer, name, tensor)
-            for layer, named in mine
-            for name, tensor in named.items()
-            if tensor.numel()
-        ]
-        held.sort(key=lambda entry: entry[:3])
-        last: tuple[int, int, str, torch.Tensor] | None = None
-        for address, layer, name, tensor in held:
-            if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-                raise LayoutError(
-                    f"layer {layer}, {name!r}: an expanded tensor cannot be loaded into; its "
-                    "elements share memory"
-                )
-            if last is not None and _collide(last[3], tensor, address - last[0]):
-                raise LayoutError(
-                    f"layer {layer}, {name!r}: shares memory with layer {last[1]}, {last[2]!r}"
-                )
-            last = (address, layer, name, tensor)
+        named = (*self._tensors.items(), *self._states.items())
+        refuse_shared([(i, name, t) for i, held in named for name, t in held.items()])
 
     def state(self, layer: int, tensor: str) -> torch.Tensor:
         """The whole tensor of a recurrent layer.
@@ -183,19 +159,6 @@ class _TensorView(View):
         Raises:
             LayoutError: if the view has no such tensor.
         """
-
-
-def _collide(one: torch.Tensor, other: torch.Tensor, gap: int) -> bool:
-    """Whether ``other``, which begins ``gap`` bytes behind ``one``, begins inside it.
-
-    Interleaved tensors (K and V beside each other in one buffer) do not.
-    """
-    if one.device != other.device:
-        return False
-    for stride, size in sorted(zip(one.stride(), one.shape, strict=True), reverse=True):
-        step = stride * one.element_size()
-        gap -= min(gap // step, size - 1) * step if step else 0
-    return 0 <= gap < one.element_size()
 
 
 class DenseView(_TensorView):
@@ -368,48 +331,3 @@ def check(view: View, layout: Layout, tokens: int = 0, *, writing: bool = False)
     room = view.room()
     if room is not None and room < tokens:
         raise LayoutError(f"the view has room for {room} tokens, {tokens} are needed")
-
-
-class _Exposed:
-    """Hands the address of read-only memory to numpy as if it could be written.
-
-    torch has no read-only tensors and warns about making one; the tensors made here are only read.
-    """
-
-    __slots__ = ("__array_interface__", "_keep")
-
-    __array_interface__: dict[str, Any]
-
-    def __init__(self, memory: memoryview) -> None:
-        import numpy as np
-
-        interface: dict[str, Any] = dict(np.frombuffer(memory, np.uint8).__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-        self._keep = memory
-
-
-def over(memory: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Tensor over the first bytes of ``memory``: no copy. Only read it if ``memory`` is read-only.
-
-    The tensor keeps the memory's exporter alive, not its meaning: it must not outlive the buffer's
-    owner.
-
-    Args:
-        memory: Contiguous bytes, at least as many as ``shape`` needs.
-        dtype: torch's name of the dtype.
-        shape: Shape of the tensor, contiguous.
-    """
-    import numpy as np
-    import torch
-
-    kind: torch.dtype = getattr(torch, dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    if count == 0:
-        return torch.empty(shape, dtype=kind)
-    if not memory.readonly:
-        return torch.frombuffer(memory, dtype=kind, count=count).view(shape)
-    nbytes = count * kind.itemsize
-    return torch.from_numpy(np.asarray(_Exposed(memory[:nbytes]))).view(kind).view(shape)

@@ -1,11 +1,4 @@
-"""The only door to threads and tasks: the engine's runner, its jobs, and worker threads.
-
-Two facts of asyncio shape this module. A thread goes on after the task that awaits it was
-cancelled, and an anyio shield does not stop ``task.cancel()``. So work that must not be cut in
-half belongs to the engine's own runner task (:meth:`Workers.spawn`); callers only wait for it and
-may be cancelled at any await. And :meth:`Workers.run`, which lets a thread touch the caller's
-memory, returns only when the thread is done: it absorbs cancellation and re-raises it afterwards.
-"""
+"""The engine's runner task, its jobs, and its worker threads."""
 
 from __future__ import annotations
 
@@ -16,18 +9,19 @@ import functools
 import logging
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
 from tierkv.errors import ClosedError
+from tierkv.workers.signals import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from anyio.abc import TaskGroup
 
-__all__ = ["Job", "Signal", "Workers"]
+__all__ = ["Job", "Workers"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tierkv.workers")
@@ -35,75 +29,6 @@ _LONG_THREADS = 64
 _BACKOFF_S = (0.01, 0.1, 1.0, 5.0)
 _HEALTHY_S = 60.0  # a worker that ran so long starts over with the shortest back-off
 _GIVE_UP_S = 1.0
-
-
-class Signal:
-    """A one-way switch that many tasks can wait for; a cancelled waiter harms nobody."""
-
-    __slots__ = ("_set", "_waiters")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def is_set(self) -> bool:
-        """Whether :meth:`set` was called."""
-        return self._set
-
-    def set(self) -> None:
-        """Wake every waiter, now and later. Idempotent; call on the loop."""
-        self._set = True
-        for waiter in self._waiters:
-            _finish(waiter)
-
-    def attach(self, waiter: asyncio.Future[None]) -> None:
-        """Resolve ``waiter`` as well when the switch is set. Pair with :meth:`detach`."""
-        if self._set:
-            _finish(waiter)
-        else:
-            self._waiters.add(waiter)
-
-    def detach(self, waiter: asyncio.Future[None]) -> None:
-        """Forget a waiter. Idempotent."""
-        self._waiters.discard(waiter)
-
-    async def wait(self, within: float | None = None) -> bool:
-        """Wait until the switch is set, for at most ``within`` seconds; whether it is set."""
-        if self._set:
-            return True
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        timer = None if within is None else loop.call_later(max(within, 0.0), _finish, waiter)
-        self.attach(waiter)
-        try:
-            await waiter
-        finally:
-            self.detach(waiter)
-            if timer is not None:
-                timer.cancel()
-        return self._set
-
-    async def outlast(self, within: float | None = None) -> bool:
-        """Like :meth:`wait`, but a cancellation has to wait as well; it is re-raised afterwards."""
-        try:
-            return await self.wait(within)
-        except asyncio.CancelledError as error:
-            await self.after(error, within)
-
-    async def after(
-        self, cancelled: asyncio.CancelledError, within: float | None = None
-    ) -> NoReturn:
-        """Wait although the caller was cancelled; then raise the cancellation."""
-        loop = asyncio.get_running_loop()
-        end = None if within is None else loop.time() + within
-        # a cancelled scope cancels again at every turn of the loop unless a shield stops it
-        with anyio.CancelScope(shield=True):
-            while not self._set and (end is None or loop.time() < end):
-                try:
-                    await self.wait(None if end is None else end - loop.time())
-                except asyncio.CancelledError as error:
-                    cancelled = error  # a native one: no scope may swallow it
-        raise cancelled
 
 
 class Job(Generic[_T]):
@@ -414,8 +339,3 @@ def _wake(loop: asyncio.AbstractEventLoop, done: Signal, _: ThreadFuture[_T]) ->
     # the loop may be gone by now: then nobody waits any more
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(done.set)
-
-
-def _finish(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
