@@ -81,6 +81,10 @@ class _Ranges:
             if self._left:
                 self._release()
 
+    def abandon(self) -> None:
+        """Say that nobody wants it any more; whoever waits for it still calls :meth:`leave`."""
+        self._left = True
+
     def leave(self) -> None:
         """Give the memory back now, or as soon as the read is over. Idempotent."""
         self._left = True
@@ -111,6 +115,7 @@ class LayerLoad:
         )
         self._next = 0
         self._ahead: list[_Ranges] | None = None
+        self._landing: list[_Ranges] = []
         self._closed = False
         self._sources: dict[int, list[_Source]] = {}
         for found in plan.found.parts:
@@ -152,6 +157,8 @@ class LayerLoad:
     def close(self) -> None:
         """Stop; what is still travelling is given back when it lands. Idempotent."""
         self._closed = True
+        for ranges in self._landing:
+            ranges.abandon()
         if self._ahead is not None:
             for ranges in self._ahead:
                 ranges.leave()
@@ -164,6 +171,7 @@ class LayerLoad:
         batches, self._ahead = self._ahead, None
         if batches is None:
             batches = await self._depart(layer, group)
+        self._landing = batches
         try:
             await self._in_memory(layer, sources)
             for ranges in batches:
@@ -171,9 +179,12 @@ class LayerLoad:
                     await ranges.job.wait()
                 except CapacityError as error:
                     raise LoadIncomplete(layer, str(error)) from error
+                if self._closed:
+                    raise ClosedError("the match of this layer-wise load was left")
                 await self._land(layer, ranges)
                 ranges.leave()  # now, not at the end: the next ones may wait for this memory
         finally:
+            self._landing = []
             for ranges in batches:
                 ranges.leave()
 
