@@ -97,9 +97,7 @@ _CALLS: Final[dict[str, Callable[[Decisions, float, list[Any]], object]]] = {
     ),
     "invalidate": lambda d, now, a: d.invalidate(_part(a[0]), a[1], a[2], EvictReason(a[3]), now),
     "tick": lambda d, now, a: d.tick(now),
-    "recover": lambda d, now, a: d.recover(
-        a[0], [_stored(s) for s in a[1]], a[2], now, a[3], a[4]
-    ),
+    "recover": lambda d, now, a: d.recover(a[0], [_stored(s) for s in a[1]], a[2], now, a[3], a[4]),
     "set_capacity": lambda d, now, a: d.set_capacity(a[0], a[1], now),
     "forget": lambda d, now, a: d.forget([_part(p) for p in a[0]], EvictReason(a[1]), now),
 }

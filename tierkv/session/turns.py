@@ -69,7 +69,7 @@ class Turns:
     async def _wait(self, closing: Signal) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(waiter)
-        pass
+        closing.attach(waiter)
         try:
             await waiter  # resolved by the turn before us, which hands over, or by closing
             if self._owner is not waiter:
