@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from typing import TYPE_CHECKING
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 import pytest
@@ -191,8 +193,18 @@ async def test_cancelled_open_gives_the_root_up(tmp_path: Path) -> None:
 
     workers = Workers()
     await workers.start()
-    opened = workers.spawn(Nvme().make(tmp_path, 1 << 20).open, workers)
-    await asyncio.sleep(0.001)
+    backend = Nvme().make(tmp_path, 1 << 20)
+    inner, entered = backend._open_store, threading.Event()
+
+    def slowly(made: list[Any]) -> Any:
+        entered.set()
+        time.sleep(0.1)  # the cancellation comes while the thread opens the root
+        return inner(made)
+
+    backend._open_store = slowly  # type: ignore[method-assign]
+    opened = workers.spawn(backend.open, workers)
+    while not entered.is_set():  # noqa: ASYNC110 - a thread sets it
+        await asyncio.sleep(0.001)
     await workers.aclose()
     assert opened.done()
     async with Nvme().opened(tmp_path) as bench:

@@ -172,7 +172,7 @@ class _ByteTests(BackendBench):
         stored = part(0, 1_000_000)
         async with self.opened(tmp_path) as bench:
             await bench.write(stored)
-            for delay in (0.0, 0.0002, 0.001):
+            for delay in (0.0, 0.0002, 0.001, 0.01):
                 target = memoryview(bytearray(stored.nbytes))
                 request = ReadRequest(stored.part, 1, 0, stored.nbytes)
                 job = bench.workers.spawn(_cut_short, bench.backend, request, target, delay)
