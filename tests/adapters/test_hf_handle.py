@@ -289,6 +289,7 @@ async def test_malformed_sessions_are_refused(kit: Any, llama: Any, where: dict[
         with pytest.raises(ConfigError):
             await kv.generate([1, 2, 3], **where, **GREEDY)
         assert engine.stats().leases == 0
+        assert engine.sessions() == []
 
 
 async def test_prompts_of_many_kinds(kit: Any, llama: Any) -> None:
