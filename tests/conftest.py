@@ -63,6 +63,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(stress)]
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Name the first differing byte: with -v, and where CI is set, pytest would explain for hours.
+
+    Its diff of a megabyte takes minutes, so that a failing comparison looked like a hang.
+    """
+    if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
+        return None
+    if max(len(left), len(right)) < 1000:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
+    where = f"they differ from byte {at}" if at is not None else "one is the other's beginning"
+    return [f"{len(left)} bytes == {len(right)} bytes", where]
+
+
 _LOOPS: dict[str, dict[str, Any]] = {
     "asyncio": {"debug": False, "use_uvloop": False},
     "asyncio-debug": {"debug": True, "use_uvloop": False},
