@@ -31,6 +31,8 @@ _CORE_HINT: Final = "reinstall the package with its dependencies: pip install -e
 
 _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("adapters", "hf"): ("tierkv_adapters.hf", _HF_HINT),
+    ("backends", "device"): ("tierkv_backends.device:DeviceBackend", _CORE_HINT),
+    ("backends", "file"): ("tierkv_backends.file:FileBackend", _CORE_HINT),
     ("backends", "host"): ("tierkv_backends.host:HostBackend", _CORE_HINT),
     ("backends", "nvme"): ("tierkv_backends.nvme:NvmeBackend", _CORE_HINT),
     ("codecs", "fp8"): ("tierkv_codecs.fp8:Fp8", _CORE_HINT),
@@ -46,6 +48,9 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("codecs", "rot3"): ("tierkv_codecs.rot:Rot3", _CORE_HINT),
     ("codecs", "rot4"): ("tierkv_codecs.rot:Rot4", _CORE_HINT),
     ("codecs", "zstd"): ("tierkv_codecs.zstd:Zstd", _CORE_HINT),
+    ("devices", "cpu"): ("tierkv.device.cpu:CpuDevice", _CORE_HINT),
+    ("devices", "cuda"): ("tierkv.device.cuda:CudaDevice", _CORE_HINT),
+    ("devices", "sim"): ("tierkv.testing.accelerator:SimDevice", _CORE_HINT),
     ("policies", "lrfu"): ("tierkv.decisions.policy.lrfu:Lrfu", _CORE_HINT),
     ("policies", "lru"): ("tierkv.decisions.policy.lru:Lru", _CORE_HINT),
 }
@@ -53,7 +58,7 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
 # Names that the design reserves for later versions: asking for one is not a typing mistake.
 _PLANNED: Final[dict[str, frozenset[str]]] = {
     "adapters": frozenset({"trtllm", "vllm"}),
-    "backends": frozenset({"device", "file", "redis", "s3"}),
+    "backends": frozenset({"redis", "s3"}),
     "codecs": frozenset({"lowrank"}),
     "policies": frozenset(
         {"adaptive", "arc", "fifo", "importance", "lfu", "lru2", "s3fifo", "size_aware"}
@@ -62,6 +67,7 @@ _PLANNED: Final[dict[str, frozenset[str]]] = {
 
 _BASES: Final[dict[str, tuple[type, ...]]] = {
     "backends": (abc.Backend,),
+    "devices": (abc.Device,),
     "codecs": (abc.TensorCodec, abc.TensorBytesCodec, abc.BytesCodec),
     "policies": (abc.Policy,),
 }

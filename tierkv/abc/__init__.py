@@ -8,15 +8,19 @@ from tierkv.abc.backends import (
     Backend,
     BackendStats,
     Buffer,
+    DeviceBuffer,
     IoResult,
     IoStatus,
     MemoryBackend,
     ReadRequest,
+    Resident,
+    ResidentBackend,
     StoredPart,
     Threads,
     WriteItem,
 )
 from tierkv.abc.codecs import BytesCodec, TensorBytesCodec, TensorCodec
+from tierkv.abc.devices import Device, Event, Move, Stream
 from tierkv.abc.observers import Observer
 from tierkv.abc.policies import Policy
 from tierkv.abc.views import View
@@ -27,13 +31,20 @@ __all__ = [
     "BackendStats",
     "Buffer",
     "BytesCodec",
+    "Device",
+    "DeviceBuffer",
+    "Event",
     "IoResult",
     "IoStatus",
     "MemoryBackend",
+    "Move",
     "Observer",
     "Policy",
     "ReadRequest",
+    "Resident",
+    "ResidentBackend",
     "StoredPart",
+    "Stream",
     "TensorBytesCodec",
     "TensorCodec",
     "Threads",

@@ -10,17 +10,24 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
+    from tierkv.abc.devices import Device, Event
     from tierkv.blocks import BlockKey, PartId
+    from tierkv.frame import Header
 
 __all__ = [
     "OK",
     "Backend",
     "BackendStats",
     "Buffer",
+    "DeviceBuffer",
     "IoResult",
     "IoStatus",
     "MemoryBackend",
     "ReadRequest",
+    "Resident",
+    "ResidentBackend",
     "StoredPart",
     "Threads",
     "WriteItem",
@@ -62,6 +69,31 @@ class Buffer(Protocol):
 
     def release(self) -> None:
         """Give the memory back; idempotent, callable from any thread."""
+
+
+class DeviceBuffer(Protocol):
+    """A piece of a device's memory that belongs to the engine; a whole number of 4 KiB pages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Requested length in bytes."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its memory: uint8 ``[page_round(nbytes)]`` on the device, contiguous."""
+
+    def release(self, after: Event | None = None) -> None:
+        """Give the memory back once ``after`` (the last work that touches it) is done.
+
+        Idempotent, callable from any thread, never blocks.
+        """
+
+
+class Resident(NamedTuple):
+    """A frame in a device's memory, and its header, which the host keeps as well."""
+
+    header: Header
+    buffer: DeviceBuffer
 
 
 class IoStatus(Enum):
@@ -253,3 +285,51 @@ class MemoryBackend(Backend):
     @abstractmethod
     def discard(self, part: PartId, generation: int) -> None:
         """Synchronous :meth:`Backend.delete` of one part."""
+
+
+class ResidentBackend(Backend):
+    """A tier in the memory of a device: frames can be built there and read there.
+
+    Its frames carry checksums that the device can compute itself (``header.folded``), so that
+    loads into the device's own memory are verified without a byte crossing to the host.
+    :meth:`read` and :meth:`write` work like any backend's, through copies from and to host memory.
+    """
+
+    device: Device
+    """Valid once the backend is open."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> DeviceBuffer | None:
+        """Return memory for a frame, or None when the device has none of that size now."""
+
+    @abstractmethod
+    def adopt(self, stored: StoredPart, header: Header, buffer: DeviceBuffer) -> bool:
+        """Publish a frame that is complete on the device (header included), without a copy.
+
+        The backend owns the buffer from here on. False (buffer still the caller's) if a newer
+        generation is already there.
+        """
+
+    @abstractmethod
+    def borrow(self, part: PartId, generation: int) -> Resident | None:
+        """The frame in place, or None; releasing its buffer does nothing.
+
+        Valid while the caller's lease on the part lasts and, if :meth:`touched` was called, until
+        that event is done; must not be written.
+        """
+
+    @abstractmethod
+    def touched(self, part: PartId, generation: int, event: Event) -> None:
+        """Say that work submitted before ``event`` reads this frame: its memory outlives it."""
+
+    @abstractmethod
+    def discard(self, part: PartId, generation: int) -> None:
+        """Synchronous :meth:`Backend.delete` of one part."""
+
+    @abstractmethod
+    def shrink(self, capacity: int) -> int:
+        """Give device memory that holds no frame back, down to ``capacity`` bytes in all.
+
+        Returns:
+            Bytes that are still held; more than ``capacity`` while frames stand in the way.
+        """

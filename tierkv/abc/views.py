@@ -50,6 +50,10 @@ class View(ABC):
         piece = self.pieces(layer, tensor, 0, 1)[0][1]
         return str(piece.dtype).removeprefix("torch."), piece.shape[0], piece.shape[2]
 
+    def anchor(self) -> torch.Tensor | None:
+        """Any one tensor of the view: it tells on which device all of them are. None: in RAM."""
+        return None
+
     def room(self) -> int | None:
         """How many tokens it has memory for; None if it does not know beforehand."""
         return None

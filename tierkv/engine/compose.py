@@ -8,7 +8,7 @@ from tierkv.config import resolve_policies, tier_chain
 from tierkv.decisions.core import Decisions
 from tierkv.decisions.types import TenantLimits, TierLimits
 from tierkv.errors import ConfigError
-from tierkv.mover.core import Level
+from tierkv.mover.levels import Level
 from tierkv.pipeline import parse_chain
 from tierkv.registry import resolve
 

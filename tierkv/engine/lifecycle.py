@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Backend, Observer
     from tierkv.config import EngineConfig
     from tierkv.layout import Space
-    from tierkv.mover.core import Level
+    from tierkv.mover.levels import Level
 
 __all__ = ["Lifecycle"]
 

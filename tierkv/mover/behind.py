@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tierkv.blocks import PartId
     from tierkv.decisions.types import Demote
     from tierkv.layout import Space
-    from tierkv.mover.core import Core, Level
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
 
 __all__ = ["FlushResult", "WriteBehind"]
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tierkv.abc import Buffer, StoredPart
     from tierkv.decisions.types import Demote, Reservation
     from tierkv.layout import Space
-    from tierkv.mover.core import Core, Level
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
 
 __all__ = ["Copy", "copy_batch", "most_bytes"]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tierkv.abc import IoResult, IoStatus, MemoryBackend, StoredPart
+from tierkv.abc import IoResult, IoStatus, StoredPart
 from tierkv.chains import stored_chain
 from tierkv.decisions.types import EvictReason, SkipReason
+from tierkv.device import Devices
 from tierkv.errors import BackendError, IntegrityError
 from tierkv.frame import decode_header
 from tierkv.mover.faults import FaultLog
@@ -18,13 +18,14 @@ from tierkv.workers import Signal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tierkv.abc import Backend, Observer, ReadRequest, WriteItem
+    from tierkv.abc import Observer, ReadRequest, WriteItem
     from tierkv.blocks import PartId
     from tierkv.buffers import Staging
     from tierkv.decisions.core import Decisions
     from tierkv.decisions.types import Drop, FoundPart, Reservation, StoreItem
     from tierkv.frame import Header
     from tierkv.layout import Space
+    from tierkv.mover.levels import Level
     from tierkv.workers import Workers
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "PATIENCE_S",
     "SLICE_BYTES",
     "Core",
-    "Level",
     "derivation",
     "stored_part",
 ]
@@ -45,41 +45,6 @@ SLICE_BYTES = 32 * 1024 * 1024
 
 PATIENCE_S = 10.0
 """A write to a medium that takes longer is waited for by no store: the tier hangs."""
-
-
-@dataclass(slots=True)
-class Level:
-    """One tier of a running engine.
-
-    Attributes:
-        index: Its number, fastest first.
-        backend: Who holds its bytes.
-        chain: Codec chain of frames that are made for it.
-        write_through: Whether new parts are copied here at once.
-        doomed: Copies that were forgotten and are still to be deleted.
-        purging: Set (and not None) while they are being deleted.
-        failures: Writes that failed as a whole, one after the other.
-        writing: When each write that is under way began, oldest first.
-    """
-
-    index: int
-    backend: Backend
-    chain: str
-    write_through: bool = True
-    doomed: list[tuple[PartId, int]] = field(default_factory=list)
-    purging: Signal | None = None
-    failures: int = 0
-    writing: dict[object, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Name of the tier."""
-        return self.backend.name
-
-    @property
-    def memory(self) -> MemoryBackend | None:
-        """The backend, if the engine can address its bytes."""
-        return self.backend if isinstance(self.backend, MemoryBackend) else None
 
 
 def stored_part(header: Header) -> StoredPart:
@@ -135,6 +100,7 @@ class Core:
         self.window_bytes = max(min(staging.limit // 4, 2 * SLICE_BYTES), 1)
         self.closing = Signal()
         self.bytes_copied = 0
+        self.devices = Devices()
         self.faults = FaultLog(clock)
         self.spaces: dict[bytes, Space] = {}
         self.storing: dict[PartId, Signal] = {}

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import FoundPart
     from tierkv.frame import Header
     from tierkv.layout import Space
-    from tierkv.mover.core import Core, Level
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
 
 __all__ = ["Fetcher", "Flight", "Wanted"]
 

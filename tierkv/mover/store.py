@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from tierkv.decisions.types import Reservation
     from tierkv.mover.behind import WriteBehind
-    from tierkv.mover.core import Core, Level
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
     from tierkv.mover.plans import NewPart, StorePlan
 
 __all__ = ["store"]

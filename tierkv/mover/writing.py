@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Buffer, IoResult
     from tierkv.decisions.types import Reservation
-    from tierkv.mover.core import Core, Level
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
     from tierkv.mover.plans import NewPart, StorePlan
     from tierkv.pipeline import Pipeline
 

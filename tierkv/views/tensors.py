@@ -103,6 +103,11 @@ class _TensorView(View):
                 f"which has room for {room}"
             )
 
+    def anchor(self) -> torch.Tensor | None:
+        """Any one tensor of the view: it tells on which device all of them are."""
+        every = (*self._tensors.values(), *self._states.values())
+        return next((t for named in every for t in named.values()), None)
+
     def room(self) -> int | None:
         """How many tokens it has memory for; None if it holds states alone."""
         return self.tokens if self._tensors else None

@@ -1,0 +1,10 @@
+"""The device seam: streams, events, pinned memory and batched copies of accelerators.
+
+``tierkv.device.Devices`` finds the device of a tier or of a caller's tensors; the plug-ins
+themselves (``cuda``, ``cpu``) stand behind the registry, kind ``devices``.
+"""
+
+from tierkv.device.devices import Devices
+from tierkv.device.fold import fold
+
+__all__ = ["Devices", "fold"]

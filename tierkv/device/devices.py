@@ -1,0 +1,53 @@
+"""The devices of one engine: made by name, found by tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.registry import resolve
+
+if TYPE_CHECKING:
+    from tierkv.abc import Device, View
+
+__all__ = ["Devices"]
+
+
+class Devices:
+    """The devices of one engine."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Device] = {}
+
+    def open(self, name: str) -> Device:
+        """The device of that name (``"cuda:0"``, ``"cpu"``), made on first use.
+
+        Raises:
+            ConfigError: if no plug-in has that kind.
+            BackendError: if there is no such device here.
+        """
+        if name not in self._known:
+            self.add(resolve("devices", name.partition(":")[0])(name))
+        return self._known[name]
+
+    def add(self, device: Device) -> None:
+        """Take in a device that a tier made."""
+        self._known[device.name] = device
+
+    def of(self, view: View) -> Device | None:
+        """The device whose memory the view is in; None: plain host memory.
+
+        Raises:
+            ConfigError: if no plug-in knows such memory.
+        """
+        tensor = view.anchor()
+        if tensor is None:
+            return None
+        for device in self._known.values():
+            if device.owns(tensor):
+                return device
+        return None if tensor.device.type == "cpu" else self.open(str(tensor.device))
+
+    def close(self) -> None:
+        """Close every device. Idempotent."""
+        for device in self._known.values():
+            device.close()
