@@ -129,7 +129,7 @@ def tiers(
     """Tiers by name, e.g. ``"host+nvme"``."""
     out = []
     for kind in kinds.split("+"):
-        where = str(path / kind) if kind != "host" else None
+        where = None if kind in ("host", "device") else str(path / kind)
         size = capacity if kind == "host" else "64MiB"
         out.append(tierkv.Tier(kind, size, path=where, **options))  # type: ignore[arg-type]
     return out

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import anyio
 import numpy as np
 import pytest
 
@@ -275,3 +276,66 @@ async def test_staging_refuses_what_never_fits() -> None:
     with pytest.raises(CapacityError, match="never fit"):
         staging.acquire_nowait(5 * PAGE)
     assert staging.limit == 4 * PAGE
+
+
+@pytest.mark.anyio
+async def test_background_users_hold_at_most_half_and_come_last() -> None:
+    staging = Staging(16 * PAGE)
+    first = staging.acquire_nowait(6 * PAGE, background=True)
+    assert first is not None
+    assert staging.background_used == 6 * PAGE
+    assert staging.acquire_nowait(3 * PAGE, background=True) is None, "it would be more than half"
+    second = staging.acquire_nowait(2 * PAGE, background=True)
+    assert second is not None
+    wanted = staging.acquire_nowait(8 * PAGE)
+    assert wanted is not None, "the other half is there for what is waited for"
+    order = []
+
+    async def user(name: str, pages: int, background: bool) -> None:
+        buffer = await staging.acquire(pages * PAGE, background=background)
+        order.append(name)
+        await asyncio.sleep(0)
+        buffer.release()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(user, "copy", 4, True)
+        await asyncio.sleep(0)
+        group.start_soon(user, "load", 12, False)
+        await asyncio.sleep(0)
+        assert staging.waiting == 2
+        second.release()
+        await asyncio.sleep(0.001)
+        assert order == [], "there is room for the copy, but the load goes first"
+        assert staging.acquire_nowait(PAGE, background=True) is None
+        first.release()
+        wanted.release()
+    assert order == ["load", "copy"]
+    assert staging.used == staging.background_used == staging.waiting == 0
+
+
+async def _until_granted(staging: Staging, pages: int) -> None:
+    buffer = await staging.acquire(pages * PAGE, background=True)
+    buffer.release()
+    buffer.release()  # idempotent: the share is given back once
+
+
+@pytest.mark.anyio
+async def test_a_piece_larger_than_the_share_is_given_out_alone() -> None:
+    staging = Staging(16 * PAGE)
+    held = staging.acquire_nowait(PAGE, background=True)
+    assert held is not None
+    waiter = asyncio.ensure_future(_until_granted(staging, 12))  # noqa: TID251 - a waiter to test
+    await asyncio.sleep(0)
+    assert staging.waiting == 1
+    assert staging.acquire_nowait(PAGE) is not None, "what is waited for does not stand behind it"
+    held.release()
+    await asyncio.wait_for(waiter, 5)
+    assert staging.background_used == 0
+    cancelled = staging.acquire_nowait(8 * PAGE, background=True)
+    assert cancelled is not None
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await staging.acquire(PAGE, background=True)
+    cancelled.release()
+    assert staging.background_used == staging.waiting == 0
+    assert len(staging.whole) == staging.limit

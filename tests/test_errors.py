@@ -6,7 +6,13 @@ import re
 import pytest
 
 from tierkv import errors
-from tierkv.errors import BackendError, ConfigError, LoadIncomplete, TierKVError
+from tierkv.errors import (
+    BackendError,
+    ConfigError,
+    LoadIncomplete,
+    StoreIncomplete,
+    TierKVError,
+)
 
 
 def _classes() -> dict[str, type[TierKVError]]:
@@ -46,6 +52,13 @@ def test_an_incomplete_load_says_what_to_do() -> None:
 
     assert error.layer == 7
     assert "recompute" in str(error)
+
+
+def test_an_incomplete_store_names_a_few_of_the_missing_layers() -> None:
+    error = StoreIncomplete(tuple(range(3, 20)))
+
+    assert error.missing == tuple(range(3, 20))
+    assert "3, 4, 5, 6, 7, 8, 9, 10, ..." in str(error)
 
 
 def test_config_errors_are_value_errors_and_name_the_setting() -> None:

@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 import pytest
 
 from tierkv.blocks import BlockKey, Identity, PartId, part_id
+from tierkv.device import fold
 from tierkv.errors import ConfigError, IntegrityError
 from tierkv.frame import (
     ALIGN,
@@ -99,6 +100,19 @@ def test_golden_frame_stays_readable() -> None:
         assert checksum(frame[s.offset : s.end]) == s.digest
 
 
+def test_golden_folded_frame_stays_readable() -> None:
+    golden = (GOLDEN / "frame_v1_folded.hex").read_text()
+    frame = bytearray(zlib.decompress(bytes.fromhex(golden)))
+    header = decode_header(frame)
+    assert header.folded
+    assert frame == make_frame(header), "the same header no longer gives the same bytes"
+    for s in header.sections:
+        assert fold(memoryview(frame)[s.offset : s.end]) == s.digest
+    plain = make_header(tokens=5)
+    assert not plain.folded
+    assert replace(header, folded=False, sections=plain.sections) == plain
+
+
 def test_checksum_is_xxh3_128() -> None:
     assert checksum(b"").hex() == "99aa06d3014798d86001c324468d497f"
     assert checksum(memoryview(b"tierkv")) == checksum(b"tierkv")
@@ -114,6 +128,7 @@ def test_checksum_is_xxh3_128() -> None:
         {"fidelity": "derived:int8"},
         {"tenant": "Zoë \udc80 / 漢字"},
         {"generation": 2**64 - 1},
+        {"folded": True},
     ],
 )
 def test_round_trip(changes: dict[str, Any]) -> None:
@@ -194,7 +209,7 @@ def test_every_cut_header_is_seen() -> None:
 # where a field stands in the prefix, and what a hostile writer could put there
 FIELDS: dict[str, tuple[int, str, list[Any]]] = {
     "version": (24, "<H", [0, 2, 65535]),
-    "flags": (26, "<H", [8, 0x8000]),
+    "flags": (26, "<H", [16, 0x8000]),
     "header length": (28, "<I", [0, 1, 4095, 8192, 2**31, 2**32 - 1]),
     "frame length": (32, "<Q", [0, 4095, 5000, 2**63, 2**64 - 1]),
     "tokens": (48, "<I", [17, 2**32 - 1]),

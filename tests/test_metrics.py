@@ -17,6 +17,7 @@ from tierkv.metrics import (
     MetricsObserver,
     NullObserver,
     TierSnapshot,
+    TrafficSnapshot,
     serve,
 )
 
@@ -28,6 +29,8 @@ SNAPSHOT = EngineSnapshot(
 )
 
 FAMILIES = [
+    "breaker_open",
+    "breaker_transitions",
     "build_info",
     "corruption",
     "event_loop_lag_seconds",
@@ -39,11 +42,17 @@ FAMILIES = [
     "lookups",
     "misses",
     "operation_duration_seconds",
+    "recompute_seconds_saved",
     "session_bytes",
     "sessions_open",
     "store_skipped",
+    "tasks",
+    "thread_hops",
+    "tier_bandwidth_bytes_per_second",
     "tier_capacity_bytes",
+    "tier_chain_active",
     "tier_entries",
+    "tier_latency_seconds",
     "tier_reserved_bytes",
     "tier_used_bytes",
     "tier_used_peak_bytes",
@@ -51,6 +60,8 @@ FAMILIES = [
     "tokens_requested",
     "tokens_reusable",
     "worker_restarts",
+    "write_queue_bytes",
+    "write_queue_oldest_seconds",
 ]
 
 
@@ -81,6 +92,8 @@ def _everything(observer: Observer) -> None:
     observer.operation(op="match", tier="host", seconds=0.0001)
     observer.loop_lag(seconds=40.0)
     observer.restarted(worker="writer")
+    observer.breaker(tier="nvme", to="open")
+    observer.saved(seconds=1.5)
 
 
 def test_f086_every_family_is_there_before_any_traffic(observer: MetricsObserver) -> None:
@@ -127,6 +140,8 @@ def test_what_happened_is_counted(observer: MetricsObserver) -> None:
         ("corruption_total", "checksum", "nvme"): 1,
         ("store_skipped_total", "full", "host"): 7,
         ("worker_restarts_total", "writer"): 1,
+        ("breaker_transitions_total", "nvme", "open"): 1,
+        ("recompute_seconds_saved_total",): 1.5,
     }
 
 
@@ -187,6 +202,8 @@ def test_labels_stay_in_closed_sets_whatever_is_told(observer: MetricsObserver) 
     observer.operation(op="secret", tier="secret", seconds=1)
     observer.operation(op="load", tier="secret", seconds=1)
     observer.restarted(worker="secret")
+    observer.breaker(tier="secret", to="open")
+    observer.breaker(tier="host", to="secret")
 
     after = _samples(observer)
     assert set(after) == before
@@ -194,6 +211,22 @@ def test_labels_stay_in_closed_sets_whatever_is_told(observer: MetricsObserver) 
     assert after["operation_duration_seconds_count", "other", "all"] == 1
     assert after["operation_duration_seconds_count", "load", "all"] == 1
     assert after["worker_restarts_total", "other"] == 1
+
+
+def test_what_is_known_of_a_tier_is_shown() -> None:
+    ways = (TrafficSnapshot("read", 0.01, 5e8, 9), TrafficSnapshot("write", breaker_open=True))
+    tier = TierSnapshot("nvme", 1, 1, 0, 9, 1, ways, "planes", ("raw", "planes"))
+    state = EngineSnapshot((tier,), write_queue_bytes=7, write_queue_oldest_seconds=1.5)
+    samples = _samples(MetricsObserver(["nvme"], lambda: state, version="1"))
+
+    assert samples["tier_latency_seconds", "read", "nvme"] == 0.01
+    assert samples["tier_bandwidth_bytes_per_second", "read", "nvme"] == 5e8
+    assert samples["breaker_open", "read", "nvme"] == 0
+    assert samples["breaker_open", "write", "nvme"] == 1
+    assert samples["tier_chain_active", "planes", "nvme"] == 1
+    assert samples["tier_chain_active", "raw", "nvme"] == 0
+    assert samples["write_queue_bytes",] == 7
+    assert samples["write_queue_oldest_seconds",] == 1.5
 
 
 def test_names_keep_to_the_conventions(observer: MetricsObserver) -> None:

@@ -14,10 +14,11 @@ from tierkv import views
 from tierkv.abc import View
 from tierkv.blocks import Identity
 from tierkv.chains import parse_chain
+from tierkv.device.bits import copy_move
 from tierkv.errors import CapacityError, ConfigError, LayoutError
 from tierkv.layout import Layout, Space
 from tierkv.pipeline import Encoded, Pipeline
-from tierkv.sections import deliver
+from tierkv.sections import deliver, digests
 from tierkv.testing.codecs import same_bits, sample
 from tierkv.testing.parts import (
     BLOCK,
@@ -298,3 +299,98 @@ def test_importing_loads_no_torch() -> None:
     code = f"import sys, {', '.join(core + codecs)}; sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------- in three steps
+
+
+def _by_moves(pipeline: Pipeline, view: View, group: int, tokens: int, **how: Any) -> bytes:
+    """A frame whose raw sections were copied one by one, as a device does it."""
+    label = label_for(pipeline.space, group=group, tokens=tokens)
+    raw = memoryview(bytearray(b"\xdb" * pipeline.max_bytes(group, tokens)))
+    target = torch.frombuffer(raw, dtype=torch.uint8)
+    every = pipeline.moves(label, view, 0, target)
+    layers = [layer.index for layer in pipeline.space.layout.groups[group].layers]
+    moves = [m for layer in layers for m in pipeline.moves(label, view, 0, target, layer)]
+    assert [m.target.data_ptr() for m in moves] == [m.target.data_ptr() for m in every]
+    for move in moves:
+        copy_move(move)
+    if pipeline.chain == "raw":
+        done = pipeline.seal(label, raw, **how)
+        return bytes(raw[: done.nbytes])
+    out = memoryview(bytearray(b"\xdb" * pipeline.max_bytes(group, tokens)))
+    done = pipeline.encode_gathered(label, raw, out, **how)
+    return bytes(out[: done.nbytes])
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_gathered_elsewhere_makes_the_same_frame(chain: str, folded: bool) -> None:
+    space = mixed_space()
+    pipeline = Pipeline(space, chain)
+    for group in range(4):
+        for tokens in (0, 5, BLOCK):
+            view = memory_for(MIXED, BLOCK, 4)
+            label = label_for(space, group=group, tokens=tokens)
+            out = memoryview(bytearray(b"\xdb" * pipeline.max_bytes(group, tokens)))
+            done = pipeline.encode(label, view, 0, out, folded=folded)
+            frame = out[: done.nbytes]
+            assert _by_moves(pipeline, view, group, tokens, folded=folded) == bytes(frame)
+            assert opened(frame, space, label).folded is folded
+
+
+def test_a_header_can_be_made_from_checksums_alone() -> None:
+    space = mixed_space()
+    pipeline = Pipeline(space)
+    for group in range(4):
+        frame, _, label = new_frame(pipeline, memory_for(MIXED, BLOCK, 4), group=group)
+        header = opened(frame, space, label)
+        found = [section.digest for section in header.sections]
+        assert pipeline.header(label, found, folded=False) == header
+        spans = pipeline.spans(label)
+        assert [(low, high) for low, _, high in spans] == [
+            (s.offset, s.end) for s in header.sections
+        ]
+        assert [end - low for low, end, _ in spans] == [s.nbytes for s in header.sections]
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 1023])
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "pages"])
+def test_sections_longer_than_a_tile_are_whole(kind: str, tokens: int) -> None:
+    space = Space(Identity("m", "r"), Layout.uniform(1, 1, 513, "int16"), 1023)
+    shape = (1, 1023, 513)
+    k, v = (torch.randint(-(2**15), 2**15, shape, dtype=torch.int16) for _ in "kv")
+    if kind == "contiguous":
+        view: View = views.dense([(k, v)])
+    elif kind == "strided":
+        wide = [torch.stack((t, t), dim=-1)[..., 0] for t in (k, v)]
+        view = views.dense([(wide[0], wide[1])])
+    else:
+        pages = [t.reshape(1, 33, 31, 513).transpose(0, 1).contiguous() for t in (k, v)]
+        view = views.paged([(pages[0], pages[1])], range(33))
+    frame, _, label = new_frame(Pipeline(space), view, tokens=tokens)
+    header = opened(frame, space, label)
+    assert digests([frame[s.offset : s.end] for s in header.sections], folded=False) == [
+        s.digest for s in header.sections
+    ]
+    into = (torch.zeros_like(k), torch.zeros_like(v))
+    deliver(header, frame, views.dense([into]), 0)
+    assert torch.equal(into[0][:, :tokens], k[:, :tokens])
+    assert torch.equal(into[1][:, :tokens], v[:, :tokens])
+    assert not bool(into[0][:, tokens:].any())
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_moves_out_of_pages_are_one_a_page(order: Any) -> None:
+    space = Space(Identity("m", "r"), Layout.uniform(2, 2, 8, "bfloat16"), BLOCK)
+    page = BLOCK // 4
+    shape = (9, 2, page, 8) if order == "HND" else (9, page, 2, 8)
+    pools = [
+        (sample("bfloat16", shape, 2 * i), sample("bfloat16", shape, 2 * i + 1)) for i in range(2)
+    ]
+    view = views.paged(pools, [7, 2, 5, 0], order=order)
+    pipeline = Pipeline(space)
+    frame, _, label = new_frame(pipeline, view)
+    target = torch.zeros(pipeline.max_bytes(0), dtype=torch.uint8)
+    assert len(pipeline.moves(label, view, 0, target)) == 4 * 4
+    assert _by_moves(pipeline, view, 0, BLOCK) == bytes(frame)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUILT_IN = [
+    ("backends", "device", abc.ResidentBackend),
+    ("backends", "file", abc.Backend),
     ("backends", "host", abc.Backend),
     ("backends", "nvme", abc.Backend),
     ("codecs", "fp8", abc.TensorBytesCodec),
@@ -28,6 +30,9 @@ BUILT_IN = [
     ("codecs", "rot3", abc.TensorBytesCodec),
     ("codecs", "rot4", abc.TensorBytesCodec),
     ("codecs", "zstd", abc.BytesCodec),
+    ("devices", "cpu", abc.Device),
+    ("devices", "cuda", abc.Device),
+    ("devices", "sim", abc.Device),
     ("policies", "lrfu", abc.Policy),
     ("policies", "lru", abc.Policy),
 ]
@@ -152,7 +157,7 @@ def test_a_typing_mistake_gets_a_suggestion() -> None:
         registry.resolve("codecs", "ztsd")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("backends", "device"), ("policies", "lfu")])
+@pytest.mark.parametrize(("kind", "name"), [("backends", "redis"), ("policies", "lfu")])
 def test_f079_a_planned_name_is_refused_as_not_available(kind: registry.Kind, name: str) -> None:
     with pytest.raises(ConfigError, match="not available in this version"):
         registry.resolve(kind, name)

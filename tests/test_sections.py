@@ -13,10 +13,10 @@ import pytest
 
 from tierkv.blocks import BlockKey, Identity, part_id
 from tierkv.errors import CodecError, IntegrityError, LayoutError
-from tierkv.frame import checksum, encode_header, padded_bytes
+from tierkv.frame import Header, checksum, encode_header, padded_bytes
 from tierkv.layout import Group, GroupKind, Layer, Layout, Space, TensorSpec
 from tierkv.pipeline import PartLabel, Pipeline
-from tierkv.sections import deliver, layer_range, open_frame, verify
+from tierkv.sections import deliver, digests, layer_range, open_frame, verify
 from tierkv.testing.parts import (
     BLOCK,
     MIXED,
@@ -46,6 +46,38 @@ def test_f037_every_997th_bit(chain: str) -> None:
             opened(frame, space, label)
         frame[bit // 8] ^= 1 << bit % 8
     opened(frame, space, label)
+
+
+def folded(frame: memoryview, header: Header) -> Header:
+    """Give the frame the checksums of a device."""
+    pieces = [frame[s.offset : s.end] for s in header.sections]
+    fresh = zip(header.sections, digests(pieces, folded=True), strict=True)
+    sections = tuple(s._replace(digest=d) for s, d in fresh)
+    changed = replace(header, sections=sections, folded=True)
+    encode_header(changed, memoryview(frame))
+    return changed
+
+
+@pytest.mark.parametrize("chain", ["raw", "zstd"])
+def test_folded_frames_are_verified_as_well(chain: str) -> None:
+    space = one_layer("bfloat16")
+    frame, _, label = new_frame(Pipeline(space, chain), memory_for(space.layout, BLOCK, 1))
+    plain = opened(frame, space, label)
+    header = folded(frame, plain)
+    assert opened(frame, space, label) == header
+    for section in header.sections:
+        for at in (section.offset, section.end - 1):
+            frame[at] ^= 1
+            with pytest.raises(IntegrityError, match=f"layer {section.layer}"):
+                verify(header, memoryview(frame))
+            low = section.offset
+            with pytest.raises(IntegrityError):  # a range of the frame alone
+                verify(header, memoryview(frame)[low:], {section.layer}, base=low)
+            frame[at] ^= 1
+    # the kind is part of the header: sums of one kind are no sums of the other
+    for wrong in (replace(header, folded=False), replace(plain, folded=True)):
+        with pytest.raises(IntegrityError):
+            verify(wrong, memoryview(frame))
 
 
 def test_padding_between_sections_is_checked_too() -> None:

@@ -297,6 +297,21 @@ def test_check_refuses_to_write_what_is_shared(make: Any, says: str) -> None:
         views.check(view, LAYOUT, writing=True)
 
 
+def test_check_refuses_tensors_on_several_devices() -> None:
+    elsewhere = torch.zeros(2, 4, 3, device="meta")  # no other device is here
+    view = views.DenseView({0: {"k": numbered(4), "v": numbered(4)}, 1: {"k": elsewhere}})
+    with pytest.raises(LayoutError, match="layer 1, 'k': it is on meta, others of the view on cpu"):
+        views.check(view, LAYOUT)
+
+
+def test_owned_views_are_asked_for() -> None:
+    pool = torch.zeros(6, HEADS, 4, DIM)
+    assert not views.dense([_fused(4)]).owned_by_engine
+    assert not views.paged([(pool, pool)], [0]).owned_by_engine
+    assert views.dense([_fused(4)], owned=True).owned_by_engine
+    assert views.paged([(pool, pool)], [0], owned=True).owned_by_engine
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e5m2", "bool", "int64"])
 def test_over_copies_nothing(dtype: str, read_only: bool) -> None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,11 @@ class Arena:
         return self._total * _PAGE
 
     @property
+    def whole(self) -> memoryview:
+        """All of its memory, whoever has pieces of it: for pinning, not for reading or writing."""
+        return self._memory
+
+    @property
     def used(self) -> int:
         """Bytes of the pages that are out."""
         return (self._total - self._runs.free) * _PAGE
@@ -183,12 +188,14 @@ class Arena:
 class _Grant:
     """A staging buffer: wakes the next waiter when it is released."""
 
-    __slots__ = ("_inner", "_staging", "nbytes")
+    __slots__ = ("_inner", "_released", "_staging", "background", "nbytes")
 
-    def __init__(self, staging: Staging, inner: ArenaBuffer) -> None:
+    def __init__(self, staging: Staging, inner: ArenaBuffer, background: bool) -> None:
         self.nbytes = inner.nbytes
+        self.background = background
         self._staging = staging
         self._inner = inner
+        self._released = False
 
     @property
     def memory(self) -> memoryview:
@@ -199,12 +206,20 @@ class _Grant:
         return self._inner.padded
 
     def release(self) -> None:
-        self._inner.release()
-        self._staging._released()
+        self._staging._give_back(self)
+
+
+class _Waiter(NamedTuple):
+    nbytes: int
+    future: asyncio.Future[_Grant]
 
 
 class Staging:
-    """A bounded window of staging memory; waiters are served in order of arrival.
+    """A bounded window of staging memory, shared by what is waited for and what is not.
+
+    Who waits on somebody's behalf is served first, in order of arrival; *background* users come
+    after all of them and hold at most half of the window, so that the next load or store never
+    waits for a queue of writes. (A single piece larger than that half is given out alone.)
 
     ``acquire`` and ``acquire_nowait`` belong to one event loop; buffers may be released from any
     thread.
@@ -218,8 +233,11 @@ class Staging:
 
     def __init__(self, limit: int) -> None:
         self._arena = Arena(limit)
-        self._waiters: deque[tuple[int, asyncio.Future[_Grant]]] = deque()
+        self._share = self._arena.capacity // 2
+        self._waiters: dict[bool, deque[_Waiter]] = {False: deque(), True: deque()}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._background = 0
 
     def __repr__(self) -> str:
         return f"<Staging {self.used} of {self.limit} bytes used, {self.waiting} waiting>"
@@ -230,74 +248,94 @@ class Staging:
         return self._arena.capacity
 
     @property
+    def whole(self) -> memoryview:
+        """All of its memory, as :attr:`Arena.whole`."""
+        return self._arena.whole
+
+    @property
     def used(self) -> int:
         """Bytes that are out."""
         return self._arena.used
 
     @property
+    def background_used(self) -> int:
+        """Bytes that background users hold."""
+        return self._background
+
+    @property
     def waiting(self) -> int:
         """Tasks waiting in :meth:`acquire`."""
-        return len(self._waiters)
+        return sum(map(len, self._waiters.values()))
 
-    def acquire_nowait(self, nbytes: int) -> Buffer | None:
-        """Return a buffer, or None if there is no room now or somebody waits already.
+    def acquire_nowait(self, nbytes: int, *, background: bool = False) -> Buffer | None:
+        """Return a buffer, or None if there is no room now or somebody to be served first waits.
 
         Raises:
             CapacityError: if ``nbytes`` can never fit.
         """
-        self._check(nbytes)
-        return None if self._waiters else self._try(nbytes)
+        if self._arena.charge(nbytes) > self.limit:
+            raise CapacityError(
+                f"{nbytes} bytes never fit a staging window of {self.limit}; raise `staging`"
+            )
+        first = self._waiters[False] or (background and self._waiters[True])
+        return None if first else self._try(nbytes, background)
 
-    async def acquire(self, nbytes: int) -> Buffer:
-        """Wait for a buffer, first come first served.
+    async def acquire(self, nbytes: int, *, background: bool = False) -> Buffer:
+        """Wait for a buffer, first come first served within each of the two kinds of users.
 
         Cancelling a waiter is safe: it holds nothing afterwards, and nobody behind it is stuck.
 
         Raises:
             CapacityError: if ``nbytes`` can never fit.
         """
-        grant = self.acquire_nowait(nbytes)
+        grant = self.acquire_nowait(nbytes, background=background)
         if grant is not None:
             return grant
         loop = self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[_Grant] = loop.create_future()
-        entry = (nbytes, future)
-        self._waiters.append(entry)
+        entry = _Waiter(nbytes, loop.create_future())
+        queue = self._waiters[background]
+        queue.append(entry)
         self._serve()  # a thread may have released memory just before we queued up
         try:
-            return await future
+            return await entry.future
         except BaseException:
-            if future.done() and not future.cancelled():
-                future.result().release()  # granted in the same turn in which we were cancelled
-            elif entry in self._waiters:
-                self._waiters.remove(entry)
+            if entry.future.done() and not entry.future.cancelled():
+                entry.future.result().release()  # granted in the turn in which we were cancelled
+            elif entry in queue:
+                queue.remove(entry)
             self._serve()
             raise
 
-    def _check(self, nbytes: int) -> None:
-        if self._arena.charge(nbytes) > self.limit:
-            raise CapacityError(
-                f"{nbytes} bytes never fit a staging window of {self.limit}; raise `staging`"
-            )
-
-    def _try(self, nbytes: int) -> _Grant | None:
-        inner = self._arena.allocate(nbytes)
-        return None if inner is None else _Grant(self, inner)
+    def _try(self, nbytes: int, background: bool) -> _Grant | None:
+        size = self._arena.charge(nbytes)
+        with self._lock:
+            if background and self._background and self._background + size > self._share:
+                return None
+            inner = self._arena.allocate(nbytes)
+            if inner is None:
+                return None
+            self._background += size * background
+        return _Grant(self, inner, background)
 
     def _serve(self) -> None:
-        while self._waiters:
-            nbytes, future = self._waiters[0]
-            if future.done():  # cancelled; its task has not run yet
-                self._waiters.popleft()
-                continue
-            grant = self._try(nbytes)
-            if grant is None:
-                return
-            self._waiters.popleft()
-            future.set_result(grant)
+        for background, queue in self._waiters.items():  # what is waited for comes first
+            while queue:
+                if queue[0].future.done():  # cancelled; its task has not run yet
+                    queue.popleft()
+                    continue
+                grant = self._try(queue[0].nbytes, background)
+                if grant is None:
+                    return
+                queue.popleft().future.set_result(grant)
 
-    def _released(self) -> None:
-        if not self._waiters or self._loop is None:
+    def _give_back(self, grant: _Grant) -> None:
+        with self._lock:
+            if grant._released:
+                return
+            grant._released = True
+            self._background -= self._arena.charge(grant.nbytes) * grant.background
+        grant._inner.release()
+        if not self.waiting or self._loop is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._serve)

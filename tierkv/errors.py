@@ -10,6 +10,7 @@
     ├── AttachError                     an adapter cannot serve this model or call
     ├── MissingDependencyError (ImportError)  an optional library is missing (says what to install)
     ├── LoadIncomplete                  a layer-wise load stopped; the view must be dropped
+    ├── StoreIncomplete                 a layer-wise store was left with layers missing
     ├── CodecError                      bytes cannot be encoded or decoded
     │   └── IntegrityError              stored bytes are damaged or belong to something else
     ├── CapacityError                   an item can never fit
@@ -36,6 +37,7 @@ __all__ = [
     "QuotaExceededError",
     "RootLockedError",
     "SessionBusyError",
+    "StoreIncomplete",
     "TierKVError",
 ]
 
@@ -88,6 +90,22 @@ class LoadIncomplete(TierKVError):
     def __init__(self, layer: int, why: str) -> None:
         super().__init__(f"layer {layer} could not be loaded ({why}); drop the view and recompute")
         self.layer = layer
+
+
+class StoreIncomplete(TierKVError):
+    """A layer-wise store was left before every layer had come; nothing was stored.
+
+    Attributes:
+        missing: Model layer numbers that never came.
+    """
+
+    def __init__(self, missing: tuple[int, ...]) -> None:
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        super().__init__(
+            f"nothing was stored: layers {shown} never came; call layer() for each layer of the "
+            "space, or leave the block with an exception to give up"
+        )
+        self.missing = missing
 
 
 class CodecError(TierKVError):

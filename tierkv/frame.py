@@ -33,8 +33,6 @@ from tierkv.errors import ConfigError, IntegrityError
 from tierkv.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tierkv.layout import Group, Space
 
 __all__ = [
@@ -77,9 +75,7 @@ _SEAL_BYTES = 20  # AEAD tag (16) and key id (4); zero: not encrypted
 # part, space, root, parent, tenant bytes, fidelity bytes, names, name bytes, sections, dimensions
 _PREFIX = struct.Struct("<8s16sHHIQQIId34s32s32s32sHHHHII")
 _ROW = struct.Struct("<iHHHHQQQ")  # layer, tensor, dtype, chain, rank, offset, stored, raw
-_HAS_PARENT = 1
-_HAS_EXPIRY = 2
-_STATE = 4
+_HAS_PARENT, _HAS_EXPIRY, _STATE, _FOLDED = 1, 2, 4, 8  # flags
 
 _Shape = tuple[int, ...]
 _Row = tuple[int, str, str, _Shape, str, int, int, int]
@@ -98,7 +94,7 @@ class Section(NamedTuple):
         offset: First byte, from the start of the frame; a multiple of :data:`ALIGN`.
         nbytes: Stored length, without padding; never more than ``raw_bytes``.
         raw_bytes: Length of the decoded tensor.
-        digest: :func:`checksum` over the stored bytes and their padding.
+        digest: Checksum over the stored bytes and their padding (see :attr:`Header.folded`).
     """
 
     layer: int
@@ -136,6 +132,8 @@ class Header:
         payload_offset: Length of the header.
         sections: In stored order, layer by layer.
         per_token: Whether the tensors have a token axis; False for recurrent states.
+        folded: Whether the sections' digests are :func:`tierkv.device.fold`, which a device can
+            compute itself (frames of device tiers), instead of :func:`checksum`.
     """
 
     part: PartId
@@ -152,6 +150,7 @@ class Header:
     payload_offset: int
     sections: tuple[Section, ...]
     per_token: bool = True
+    folded: bool = False
 
 
 def page_round(nbytes: int) -> int:
@@ -187,14 +186,15 @@ def _text(value: str, limit: int, what: str) -> bytes:
     return data
 
 
-def _table_bytes(sections: Sequence[Section]) -> tuple[int, bytes, bytes, int]:
+@lru_cache(maxsize=64)  # frames of one group that are not compressed share it
+def _table_bytes(entries: tuple[_Row, ...]) -> tuple[int, bytes, bytes, int]:
     names: dict[str, int] = {}
     rows = bytearray()
     dims: list[int] = []
-    for s in sections:
-        numbers = [names.setdefault(n, len(names)) for n in (s.tensor, s.dtype, s.chain)]
-        rows += _ROW.pack(s.layer, *numbers, len(s.shape), s.offset, s.nbytes, s.raw_bytes)
-        dims += s.shape
+    for layer, tensor, dtype, shape, chain, *lengths in entries:
+        numbers = [names.setdefault(name, len(names)) for name in (tensor, dtype, chain)]
+        rows += _ROW.pack(layer, *numbers, len(shape), *lengths)
+        dims += shape
     pool = bytearray()
     for name in names:
         data = name.encode()
@@ -210,9 +210,9 @@ def encode_header(header: Header, out: memoryview) -> None:
     """
     tenant = _text(header.tenant, MAX_TENANT_BYTES, f"tenant {header.tenant[:40]!r}")
     fidelity = _text(header.fidelity, MAX_FIDELITY_BYTES, f"fidelity {header.fidelity[:40]!r}")
-    n_names, pool, table, n_dims = _table_bytes(header.sections)
+    n_names, pool, table, n_dims = _table_bytes(tuple(s[:8] for s in header.sections))
     flags = _HAS_PARENT * (header.parent is not None) | _HAS_EXPIRY * (header.expires is not None)
-    flags |= _STATE * (not header.per_token)
+    flags |= _STATE * (not header.per_token) | _FOLDED * header.folded
     start = (_MAGIC, bytes(_DIGEST_BYTES), _VERSION, flags, header.payload_offset)
     count = (header.frame_bytes, header.generation, header.tokens, header.block_tokens)
     names = (header.part, header.space, header.root, header.parent or bytes(KEY_BYTES))
@@ -274,9 +274,8 @@ def _rows(
     dims = struct.unpack(f"<{(len(table) - dims_at) // 8}Q", table[dims_at:])
     rows: list[_Row] = []
     used, offset = 0, start
-    for layer, tensor, dtype, chain, rank, at, nbytes, raw in _ROW.iter_unpack(
-        table[pool_bytes:dims_at]
-    ):
+    entries = _ROW.iter_unpack(table[pool_bytes:dims_at])
+    for layer, tensor, dtype, chain, rank, at, nbytes, raw in entries:
         if max(tensor, dtype, chain) >= n_names or used + rank > len(dims):
             raise _refuse(f"a section of layer {layer} points outside the tables")
         shape = dims[used : used + rank]
@@ -314,7 +313,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         raise _refuse(f"header length {payload} does not fit the {len(view)} bytes given")
     if checksum(view[_CHECKED_FROM:payload]) != digest:
         raise _refuse("the header checksum does not match")
-    if flags & ~(_HAS_PARENT | _HAS_EXPIRY | _STATE) or not isfinite(expires):
+    if flags & ~(_HAS_PARENT | _HAS_EXPIRY | _STATE | _FOLDED) or not isfinite(expires):
         raise _refuse(f"unknown flags {flags:#x} or bad expiry {expires}")
     if tokens > block or frame_bytes < payload:
         raise _refuse(f"{tokens} of {block} tokens in {frame_bytes} bytes are impossible")
@@ -342,6 +341,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         frame_bytes=frame_bytes,
         payload_offset=payload,
         per_token=not flags & _STATE,
+        folded=bool(flags & _FOLDED),
         sections=tuple(
             Section(*row, digests[i : i + _DIGEST_BYTES])
             for row, i in zip(rows, range(0, len(digests), _DIGEST_BYTES), strict=True)
@@ -367,8 +367,7 @@ _plans: dict[tuple[bytes, int, int], tuple[int, _Table]] = {}
 
 
 def _plan(space: Space, group: int, tokens: int) -> tuple[int, _Table]:
-    key = (space.fingerprint, group, tokens)
-    plan = _plans.get(key)
+    plan = _plans.get(key := (space.fingerprint, group, tokens))
     if plan is None:
         spec = space.layout.groups[group]
         tensors = [(layer.index, t) for layer in spec.layers for t in layer.tensors]

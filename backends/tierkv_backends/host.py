@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from tierkv.abc import OK, BackendStats, IoResult, IoStatus, MemoryBackend
+from tierkv.abc import OK, BackendStats, IoResult, MemoryBackend
 from tierkv.buffers import Arena
 from tierkv.errors import BackendError, CapacityError, ClosedError
 from tierkv.frame import PAGE
 from tierkv.units import parse_bytes
 from tierkv_backends.options import check_options
+from tierkv_backends.results import FULL, MISSING, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HostBackend"]
 
 _INLINE: Final = 512 << 10  # a copy below this costs less than the way to a thread and back
-_MISSING: Final = IoResult(IoStatus.MISSING)
-_SHORT: Final = IoResult(IoStatus.SHORT)
-_FULL: Final = IoResult(IoStatus.FULL)
+_CLOSE_STEP: Final = 512
 
 
 class _Entry:
@@ -113,6 +113,11 @@ class HostBackend(MemoryBackend):
     def __repr__(self) -> str:
         return f"<HostBackend {self.name!r}: {len(self._entries)} parts, {self._live} bytes>"
 
+    @property
+    def whole(self) -> memoryview | None:
+        """All of the arena, while the tier is open."""
+        return None if self._arena is None else self._arena.whole
+
     async def open(self, threads: Threads) -> Sequence[StoredPart]:
         """Map the arena and make its first part real; there is never anything stored yet.
 
@@ -144,13 +149,13 @@ class HostBackend(MemoryBackend):
         for request, target in zip(requests, into, strict=True):
             entry = self._find(request.part, request.generation)
             if entry is None:
-                results.append(_MISSING)
+                results.append(MISSING)
                 continue
             source = entry.buffer.padded
             stop = request.offset + request.length
             sane = 0 <= request.offset <= stop <= len(source) and len(target) == request.length
             if not sane:
-                results.append(_SHORT)
+                results.append(SHORT)
                 continue
             results.append(OK)
             pairs.append((source[request.offset : stop], target))
@@ -174,14 +179,14 @@ class HostBackend(MemoryBackend):
         pairs, total, published = [], 0, False
         for index, (stored, source) in enumerate(items):
             if self._newer(stored):
-                results.append(_MISSING)
+                results.append(MISSING)
                 continue
             if source.nbytes < stored.nbytes:
-                results.append(_SHORT)
+                results.append(SHORT)
                 continue
             buffer = self.allocate(stored.nbytes)
             if buffer is None:
-                results.append(_FULL)
+                results.append(FULL)
                 continue
             results.append(OK)
             fresh.append((index, stored, buffer))
@@ -196,7 +201,7 @@ class HostBackend(MemoryBackend):
                     buffer.release()
                 elif not self.adopt(stored, buffer):  # overtaken while we copied
                     buffer.release()
-                    results[index] = _MISSING
+                    results[index] = MISSING
         self._count("writes", "bytes_written", len(pairs), total)
         return results
 
@@ -207,9 +212,11 @@ class HostBackend(MemoryBackend):
 
     async def aclose(self) -> None:
         """Give all memory back; idempotent."""
-        for entry in self._entries.values():
-            entry.retire()
-        self._entries.clear()
+        while self._entries:
+            # page by page into the free list: a large tier must not hold up the loop
+            for _ in range(min(_CLOSE_STEP, len(self._entries))):
+                self._entries.popitem()[1].retire()
+            await asyncio.sleep(0)
         self._live = 0
         self._arena = self._threads = None
 

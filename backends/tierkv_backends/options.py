@@ -6,13 +6,14 @@ import difflib
 from typing import TYPE_CHECKING
 
 from tierkv.errors import ConfigError
+from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.config import Tier
 
-__all__ = ["check_options"]
+__all__ = ["check_choice", "check_disk", "check_options"]
 
 
 def check_options(tier: Tier, known: Sequence[str]) -> None:
@@ -30,3 +31,34 @@ def check_options(tier: Tier, known: Sequence[str]) -> None:
         raise ConfigError(
             f"tier {tier.name!r}: no option {name!r} for kind {tier.kind!r}{hint} (known: {listed})"
         )
+
+
+def check_choice(tier: Tier, name: str, choices: Sequence[str]) -> str:
+    """Return an option that is one of some words; the first one is the default.
+
+    Raises:
+        ConfigError: naming the choices.
+    """
+    value = tier.options.get(name, choices[0])
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(
+            f"tier {tier.name!r}: {name} must be one of {tuple(choices)}, not {value!r}"
+        )
+    return value
+
+
+def check_disk(tier: Tier, minimum: int) -> str:
+    """Return the root directory of a tier on disk.
+
+    Raises:
+        ConfigError: if there is no path, or the capacity is below ``minimum`` bytes.
+    """
+    if tier.root is None:
+        raise ConfigError(f"tier {tier.name!r}: a tier of kind {tier.kind!r} needs a path")
+    capacity = tier.capacity_bytes
+    if capacity < minimum:
+        raise ConfigError(
+            f"tier {tier.name!r}: capacity {format_bytes(capacity)} is too small for kind "
+            f"{tier.kind!r}; use at least {format_bytes(minimum)}"
+        )
+    return tier.root

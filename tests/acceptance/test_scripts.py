@@ -1,7 +1,6 @@
 """Scripts in the style of existing synchronous serving code run as they are.
 
-The kind of the first tier is a parameter: what runs on ``host`` today runs on ``device`` once
-that backend exists.
+The kind of the first tier is a parameter: what runs on ``host`` runs on ``device`` as well.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 
 import tierkv
 from tierkv.blocking import CacheManager
-from tierkv.errors import ConfigError
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("tokenizers", reason="the hf extra is not installed")
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 B = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False}
-KINDS = ["host"]
+KINDS = ["host", "device"]
 
 
 @pytest.fixture(params=KINDS)
@@ -100,12 +98,6 @@ def same(model: Any, reply: hf.GenerateResult) -> bool:
     reference = plain(model, reply.input_ids)
     assert len(set(reference[reply.prompt_tokens :])) > 5  # a constant reply proves nothing
     return compare_tokens(model, reference, reply.output_ids).ok
-
-
-def test_a_device_tier_is_a_typed_error_until_it_exists() -> None:
-    tier = tierkv.Tier("device", capacity="2GiB", device=DEVICE)
-    with pytest.raises(ConfigError, match="'device'"), CacheManager(tiers=[tier]):
-        pytest.fail("the device backend exists: add it to KINDS")
 
 
 def test_attach_to_hf(model: Any, tokenizer: Any, tier: tierkv.Tier, no_thread_leaks: None) -> None:

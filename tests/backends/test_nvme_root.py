@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import stat
@@ -139,9 +141,35 @@ async def test_a_directory_of_another_user_is_refused(
         async with Nvme().opened(tmp_path):
             pass
     monkeypatch.undo()
+    os.chown(tmp_path / "kv" / "tierkv.json", 1234, -1)
     async with Nvme().opened(tmp_path) as bench:  # root may, but says so
         assert await bench.read(part(0, 100)) == [contents(part(0, 100))]
-    assert "other users" in caplog.text
+    assert "belongs to user 1234" in caplog.text
+
+
+async def test_s3_a_root_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    """They may have put frames there, which no checksum tells from ours."""
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 100))
+    (tmp_path / "kv").chmod(0o770)
+    with pytest.raises(BackendError, match="cannot be trusted"):
+        async with Nvme().opened(tmp_path):
+            pass
+    (tmp_path / "kv").chmod(0o755)  # readable is mended, writable would be too late
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.read(part(0, 100)) == [contents(part(0, 100))]
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["LOCK", "tierkv.json", "journal-000000000001", "checkpoint"])
+async def test_planted_pipes_hold_nobody_up(name: str, tmp_path: Path) -> None:
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 5000))
+    (tmp_path / "kv" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "kv" / name)
+    with contextlib.suppress(BackendError):
+        async with asyncio.timeout(30), Nvme().opened(tmp_path) as bench:
+            await bench.write(part(1, 5000))
 
 
 async def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:

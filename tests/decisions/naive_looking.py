@@ -140,6 +140,7 @@ class Looking(Parts):
                 part.generation,
                 part.exact,
                 lossless,
+                tuple(part.copies[t].nbytes for t in tiers),
             )
         pending = tuple(sorted(part.pending)) if part else ()
         leases = part.uses - part.holds if part else 0

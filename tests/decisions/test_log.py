@@ -10,6 +10,7 @@ import pytest
 
 from tests.decisions import chains
 from tierkv.decisions.core import Decisions
+from tierkv.decisions.cost import Run
 from tierkv.decisions.log import LineLog, replay
 from tierkv.decisions.policy.lrfu import Lrfu
 from tierkv.decisions.policy.lru import Lru
@@ -29,6 +30,42 @@ def fresh(log: LineLog | None = None) -> Decisions:
     return Decisions(TIERS, policy=[Lrfu, Lru], tenants=TENANTS, log=log)
 
 
+def costs(d: Decisions, rng: random.Random, now: float) -> None:
+    """One call that has to do with costs."""
+    tier, direction = rng.randrange(2), rng.choice(["read", "write"])
+    action = rng.randrange(10)
+    if action < 3 and d.admit(tier, direction, now):
+        d.sample(tier, direction, rng.randrange(1, 1 << 20), rng.random(), now)
+    elif action == 3:
+        d.failed(tier, direction, now, hung=rng.random() < 0.1)
+    elif action == 4:
+        held = d.hold_part(chains.part(chains.keys([rng.randrange(6)], "a")[0]), now)
+        if held is not None:
+            d.release(held[0], now)
+        d.alive(tier, now)
+        d.untried(tier, direction, now)
+    elif action == 5:
+        d.computed(b"\x01space", rng.randrange(1, 5000), rng.random(), now)
+    elif action == 6:
+        d.coded("planes", rng.randrange(1, 5000), rng.randrange(1, 5000), rng.random() ** 20, now)
+        d.choose_chain(tier, "planes", 1, now)
+    elif action == 7:
+        runs = [Run(3, 48, ((0, rng.randrange(1 << 30)), (1, 7))), Run(1, 5, ())]
+        d.plan_load(b"\x01space", runs, rng.choice([None, rng.random()]), now)
+
+
+def rare(d: Decisions, now: float) -> None:
+    """What chance hardly brings about."""
+    for _ in range(30):
+        d.sample(0, "read", 1 << 20, 1.0, now)
+        d.coded("planes", 3 << 30, 1 << 30, 1e-9, now)
+    d.choose_chain(0, "planes", 1, now)
+    d.coded("planes", 3 << 30, 1 << 30, 1e30, now)
+    d.choose_chain(0, "planes", 1, now)
+    d.failed(1, "write", now, hung=True)
+    d.untried(1, "write", now)
+
+
 def live(seed: int, steps: int) -> LineLog:
     """A run with faults, cancelled lookups, failed writes, demotions, quotas and TTLs."""
     rng = random.Random(seed)
@@ -44,6 +81,7 @@ def live(seed: int, steps: int) -> LineLog:
         wanted = chains.items(
             chain, rng.randrange(5, 30), groups=GROUPS, tenant=tenant, ttl=rng.choice([None, 7.5])
         )
+        costs(d, rng, now)
         action = rng.randrange(10)
         if action < 3:
             tier = rng.randrange(2)
@@ -81,6 +119,7 @@ def live(seed: int, steps: int) -> LineLog:
         else:
             d.forget([wanted[-1].part], EvictReason.REMOVED, now)
             d.set_capacity(0, rng.choice([300, 400]), now)
+    rare(d, now)
     d.check()
     return log
 
@@ -90,6 +129,8 @@ def test_a_log_replays_byte_for_byte(seed: int) -> None:
     log = live(seed, 400)
     ops = {json.loads(line)["op"] for line in log.lines}
     assert ops >= {"header", "reserve", "commit", "rollback", "advance", "abandon", "invalidate"}
+    assert ops >= {"sample", "failed", "admit", "computed", "coded", "choose_chain", "plan_load"}
+    assert ops >= {"alive", "untried", "hold_part"}
     again = fresh()
     assert list(replay(log.lines, again)) == log.lines
     again.check()

@@ -97,6 +97,26 @@ def test_f047_ten_thousand_lookups_without_a_load_leave_all_evictable(end: str) 
     assert len(got.drops) == 10
 
 
+def test_one_part_is_held_as_a_lookup_would_find_it() -> None:
+    d = chains.decisions(30, 1000)
+    keys = chains.keys([1])
+    part = chains.part(keys[0])
+    assert d.hold_part(part, 0.0) is None
+    chains.store(d, 0, chains.items(keys, 10, ttl=5.0))
+    generation = d.state(part, 0.0).generation
+    held = d.hold_part(part, 0.0)
+    assert held is not None
+    assert held[1:] == (0, generation)
+    assert d.leases() == 1
+    d.check()
+    chains.store(d, 0, chains.items(chains.keys([2, 3, 4]), 10))
+    assert 0 in d.state(part, 0.0).tiers, "what is held stays"
+    assert d.release(held[0], 0.0) == ()
+    assert d.hold_part(part, 6.0) is None, "its time is over"
+    assert d.leases() == 0
+    d.check()
+
+
 def test_f048_the_hit_ratio_does_not_decay() -> None:
     d = chains.decisions(100)
     sessions = [chains.keys([n, n + 1]) for n in range(15)]  # 300 bytes for 100

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import tierkv
 from tests import kit
 from tests.engine.rig import load, running, wrap
 from tierkv.decisions.types import SkipReason
+from tierkv.errors import BackendError
 from tierkv.testing.clock import VirtualClock
 from tierkv.testing.faults import Failing, Gated
 
@@ -112,18 +115,20 @@ async def test_deletes_and_syncs_that_fail_are_told(
         fault.active = False
 
 
-async def test_a_tier_that_hangs_holds_up_no_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierkv.mover.core.PATIENCE_S", 0.1)
-    monkeypatch.setattr("tierkv.mover.store.PATIENCE_S", 0.1)
+async def test_a_tier_that_hangs_holds_up_no_store(tmp_path: Path) -> None:
     gate = Gated("write")
     tiers = [
         tierkv.Tier("host", 4 * FRAME),
         tierkv.Tier("nvme", "1MiB", path=str(tmp_path / "nvme")),
     ]
     backends: Any = wrap(tiers, {"nvme": [gate]})
-    async with tierkv.open(tiers=tiers, space=SPACE, backends=list(backends.values())) as engine:
+    async with tierkv.open(
+        tiers=tiers,
+        space=SPACE,
+        backends=list(backends.values()),
+        tier_timeout="100ms",
+        tick=0.02,
+    ) as engine:
         loop = asyncio.get_running_loop()
         async with engine.session("a") as session:
             ids, kv = _said(1)
@@ -140,7 +145,65 @@ async def test_a_tier_that_hangs_holds_up_no_store(
             gate.open_gate()
             async with asyncio.timeout(5):
                 await engine.runtime.behind.drain()  # it has come back
+                while not engine.core.usable(engine.core.levels[1]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # until a probe has found it so
                 assert (await session.store(ids, kv.view)).skipped == 0
                 tokens, back = await load(session, ids)
             assert tokens == 96
             assert back.same(kv, 96)
+
+
+@pytest.mark.parametrize("kind", ["nvme", "file"])
+async def test_k4_a_root_that_cannot_be_is_a_typed_error_at_open(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "not-a-directory").write_bytes(b"x")
+    for path in ("not-a-directory", "not-a-directory/below"):
+        tiers = [
+            tierkv.Tier("host", 4 * FRAME),
+            tierkv.Tier(kind, "1MiB", path=str(tmp_path / path)),
+        ]
+        with pytest.raises(BackendError, match=kind):
+            async with tierkv.open(tiers=tiers, space=SPACE):
+                pass
+    tiers = [tierkv.Tier(kind, "1MiB", path=str(tmp_path / "missing" / "deep"))]
+    async with tierkv.open(tiers=tiers, space=SPACE, close_timeout=2.0) as engine:  # made
+        assert engine.stats().used == {kind: 0}
+
+
+@pytest.mark.parametrize("kind", ["nvme", "file"])
+async def test_k4_no_descriptor_left_degrades_one_tier(kind: str, tmp_path: Path) -> None:
+    """EMFILE, for real: the tier on disk takes nothing, memory serves, and it comes back."""
+    space = kit.space()
+    tiers = [
+        tierkv.Tier("host", 8 * FRAME),
+        tierkv.Tier(kind, "4MiB", path=str(tmp_path / kind)),
+    ]
+    async with tierkv.open(tiers=tiers, space=space, tick=0.02) as engine:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free_descriptor(), hard))
+            loaded = []
+            for seed in range(8):
+                ids, kv = _said(seed)
+                async with engine.session(f"s{seed}") as session, asyncio.timeout(10):
+                    await session.store(ids, kv.view)
+                    tokens, back = await load(session, ids)
+                    assert back.same(kv, tokens)
+                    loaded.append(tokens)
+            assert min(loaded[-3:]) >= 64, "memory turns over, disk or no disk"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(400):  # a breaker may be open: a second or two
+            ids, kv = _said(77)
+            async with engine.session("again") as session, asyncio.timeout(10):
+                await session.store(ids, kv.view)
+                if (await session.flush()).missing == 0:
+                    break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError("the tier did not come back")
+
+
+def _first_free_descriptor() -> int:
+    """As a limit, it lets nobody open anything more."""
+    with open(os.devnull, "rb") as probe:
+        return probe.fileno()

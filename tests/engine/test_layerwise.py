@@ -11,7 +11,7 @@ import tierkv
 from tests import kit
 from tierkv.errors import LoadIncomplete
 from tierkv.layout import Group, GroupKind, Layer, Layout, Space
-from tierkv.mover.layers import BATCH_PARTS
+from tierkv.mover.layers import BATCH_PARTS, LAYERS_AHEAD
 from tierkv.registry import resolve
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ async def test_each_layer_is_read_only_once_the_consumer_is_there(
                 # an eager load would wait here for layers that nobody has entered yet
                 entered[number].set()
                 await anext(layers)
-                assert len(calls) <= number + 2
+                assert len(calls) <= number + 2 + LAYERS_AHEAD
             with pytest.raises(StopAsyncIteration):
                 await anext(layers)
         assert back.same(kv, 64)
@@ -103,8 +103,10 @@ async def test_a_failing_layer_raises_load_incomplete_and_is_a_miss_afterwards(
             assert caught.value.layer == 1
         async with session.match(ids) as match:
             assert match.tokens < 64
+        async with asyncio.timeout(20):
+            while engine.stats().staging_used:  # noqa: ASYNC110 - of layers that were read ahead
+                await asyncio.sleep(0.001)
         assert engine.stats().leases == 0
-        assert engine.stats().staging_used == 0
 
 
 async def test_layers_stored_in_another_order_than_they_are_numbered(tmp_path: Path) -> None:

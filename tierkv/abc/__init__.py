@@ -21,6 +21,7 @@ from tierkv.abc.backends import (
 )
 from tierkv.abc.codecs import BytesCodec, TensorBytesCodec, TensorCodec
 from tierkv.abc.devices import Device, Event, Move, Stream
+from tierkv.abc.direct import DirectBackend, DirectIo
 from tierkv.abc.observers import Observer
 from tierkv.abc.policies import Policy
 from tierkv.abc.views import View
@@ -33,6 +34,8 @@ __all__ = [
     "BytesCodec",
     "Device",
     "DeviceBuffer",
+    "DirectBackend",
+    "DirectIo",
     "Event",
     "IoResult",
     "IoStatus",

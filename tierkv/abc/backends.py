@@ -255,6 +255,13 @@ class Backend(ABC):
     def charge(self, nbytes: int) -> int:
         """Bytes of capacity that a frame of ``nbytes`` takes here (>= nbytes). Pure."""
 
+    def longest(self, charged: int) -> int:
+        """Most bytes that a frame charged so many can have; the inverse of :meth:`charge`. Pure.
+
+        Rounded up to whole pages it must equal the frame's own pages: so much may be read of it.
+        """
+        return charged
+
     @abstractmethod
     def stats(self) -> BackendStats:
         """Snapshot; cheap, callable from any thread."""
@@ -262,6 +269,11 @@ class Backend(ABC):
 
 class MemoryBackend(Backend):
     """A tier whose bytes the engine can address: frames are built in place and read in place."""
+
+    @property
+    def whole(self) -> memoryview | None:
+        """All of its memory while it is open, for an accelerator to register; None: it cannot."""
+        return None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Buffer | None:

@@ -66,3 +66,9 @@ class Observer(ABC):
     @abstractmethod
     def restarted(self, *, worker: str) -> None:
         """A background worker failed and was restarted."""
+
+    def breaker(self, *, tier: str, to: str) -> None:  # noqa: B027 - not everybody asks for it
+        """The breaker of a tier changed: to ``"open"``, ``"half_open"`` or ``"closed"``."""
+
+    def saved(self, *, seconds: float) -> None:  # noqa: B027 - not everybody asks for it
+        """A load saved so many seconds of prefill, beyond its own time; only where known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from tierkv.errors import LayoutError
 
@@ -23,7 +23,12 @@ class View(ABC):
     A view owns no memory and copies none; it hands out strided pieces of the caller's tensors.
     """
 
-    owned_by_engine: ClassVar[bool] = False
+    owned_by_engine: bool = False
+    """Whether unverified bytes may be read straight into it, which saves a copy.
+
+    Only for memory that the engine, or an adapter for it, alone writes, and whose logical length
+    grows after verification: behind the tokens that a load reports there may be anything then.
+    """
 
     @abstractmethod
     def pieces(

@@ -54,6 +54,8 @@ def resolve_policies(config: EngineConfig) -> dict[str, str]:
 def tier_chain(config: EngineConfig, tier: Tier) -> str:
     """Codec chain of a tier: its own ``codec``, else ``config.compression``, else ``"raw"``.
 
+    With codec ``"auto"`` it is the chain that is used where it pays.
+
     Raises:
         ConfigError: if compression is to wait (``after_steps``), which this version cannot do.
     """
@@ -65,7 +67,7 @@ def tier_chain(config: EngineConfig, tier: Tier) -> str:
                 f"version; use 0 to compress at once"
             )
         compression = compression.chain
-    return tier.codec or compression or "raw"
+    return tier.candidate or tier.codec or compression or "raw"
 
 
 def _rules(config: EngineConfig) -> tuple[Policy, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierkv.decisions.recording import Recorded
+from tierkv.decisions.leasing import Leasing
 from tierkv.decisions.recovery import recover
 from tierkv.decisions.types import SkipReason
 from tierkv.errors import ConfigError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Decisions"]
 
 
-class Decisions(Recorded):
+class Decisions(Leasing):
     """Sans-IO core of an engine.
 
     Not thread-safe: one event loop (or one replay) drives it. O(log n) a block; with tenants that
@@ -93,16 +93,6 @@ class Decisions(Recorded):
         found = self._matcher.finish(look, now)
         self._record("lookup", now, (query,), found)
         return found
-
-    def release(self, lease: int, now: float) -> tuple[Drop, ...]:
-        """End a lease. Idempotent.
-
-        Returns:
-            Copies that were given up meanwhile and waited for this lease.
-        """
-        drops = tuple(self._matcher.release(lease))
-        self._record("release", now, (lease,), drops)
-        return drops
 
     # ------------------------------------------------------------------ stores and copies
 
@@ -289,6 +279,7 @@ class Decisions(Recorded):
         Returns:
             As :meth:`make_room`.
         """
+        self._at.writable = self.costs.writable(now)
         result = self._evictor.tick(now)
         self._record("tick", now, (), result)
         self._settle(now)

@@ -147,7 +147,10 @@ class Evictor:
             if index.pending[row] >> target & 1:
                 return _KEEP  # it is on its way
             fits = index.charge[tier][row] <= self._at.ledger.capacity[target]
-            if fits and not mask >> target & 1:
+            open_ = (
+                self._at.writable >> target & 1
+            )  # else its breaker is open: nobody is sent there
+            if fits and open_ and not mask >> target & 1:
                 return target
         if tier == len(self._at.tiers) - 1:
             return _DROP  # what children elsewhere keep is not offered there

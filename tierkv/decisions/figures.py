@@ -89,7 +89,8 @@ class Figures:
         writing = tuple(t for t in at.tiers if pending >> t & 1)
         if tiers:
             lossless = tuple(bool(index.lossless[row] >> t & 1) for t in tiers)
-            return PartState(tiers, writing, leases, index.generation[row], exact, lossless)
+            nbytes = tuple(index.charge[t][row] for t in tiers)
+            return PartState(tiers, writing, leases, index.generation[row], exact, lossless, nbytes)
         reason = self._matcher.why(part, lossy=True, now=now)
         gone = at.history.get(part)
         if gone is None or gone.reason is not reason:

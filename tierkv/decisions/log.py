@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.abc import StoredPart
 from tierkv.blocks import KEY_BYTES, BlockKey, PartId
+from tierkv.decisions.cost import Run
 from tierkv.decisions.lines import DecisionLog, LineLog
 from tierkv.decisions.types import (
     Demote,
@@ -70,6 +71,10 @@ def _pairs(plain: list[list[Any]]) -> list[tuple[PartId, int]]:
     return [(_part(part), generation) for part, generation in plain]
 
 
+def _runs(plain: list[list[Any]]) -> list[Run]:
+    return [Run(blocks, tokens, tuple((t, n) for t, n in load)) for blocks, tokens, load in plain]
+
+
 def _reserve(d: Decisions, now: float, a: list[Any]) -> object:
     tier, items, tenant, session, session_bytes, demand, source = a
     return d.reserve(
@@ -99,6 +104,16 @@ _CALLS: Final[dict[str, Callable[[Decisions, float, list[Any]], object]]] = {
     "tick": lambda d, now, a: d.tick(now),
     "recover": lambda d, now, a: d.recover(a[0], [_stored(s) for s in a[1]], a[2], now, a[3], a[4]),
     "set_capacity": lambda d, now, a: d.set_capacity(a[0], a[1], now),
+    "hold_part": lambda d, now, a: d.hold_part(_part(a[0]), now, a[1]),
+    "admit": lambda d, now, a: d.admit(a[0], a[1], now),
+    "sample": lambda d, now, a: d.sample(a[0], a[1], a[2], a[3], now),
+    "failed": lambda d, now, a: d.failed(a[0], a[1], now, hung=a[2]),
+    "alive": lambda d, now, a: d.alive(a[0], now),
+    "untried": lambda d, now, a: d.untried(a[0], a[1], now),
+    "computed": lambda d, now, a: d.computed(bytes.fromhex(a[0]), a[1], a[2], now),
+    "coded": lambda d, now, a: d.coded(a[0], a[1], a[2], a[3], now),
+    "choose_chain": lambda d, now, a: d.choose_chain(a[0], a[1], a[2], now),
+    "plan_load": lambda d, now, a: d.plan_load(bytes.fromhex(a[0]), _runs(a[1]), a[2], now),
     "forget": lambda d, now, a: d.forget([_part(p) for p in a[0]], EvictReason(a[1]), now),
 }
 

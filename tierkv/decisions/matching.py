@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tierkv.decisions.index import EXACT, NO_ROW
+from tierkv.decisions.reasons import Reasons
 from tierkv.decisions.types import Found, FoundPart, MissReason
 from tierkv.errors import ClosedError
 from tierkv.layout import GroupKind
@@ -105,13 +106,13 @@ class Lookup:
         return query.tokens if blocks == len(query.keys) else blocks * query.block_tokens
 
 
-class Matcher:
+class Matcher(Reasons):
     """Runs lookups and keeps leases."""
 
-    __slots__ = ("_at", "_leases", "_number", "_open")
+    __slots__ = ("_leases", "_number", "_open")
 
     def __init__(self, placement: Placement) -> None:
-        self._at = placement
+        super().__init__(placement)
         self._number = 0
         self._open: dict[int, Lookup] = {}
         self._leases: dict[int, array[int]] = {}
@@ -187,6 +188,7 @@ class Matcher:
             index.charge,
         )
         found, rows, strict, lossy = look.found, look.rows, look.strict, query.lossy
+        readable = at.readable
         pin, touch = at.pin, at.touch if query.touch else None
         until = inf if query.ttl is None else now + query.ttl
         # the root of a chain ends up as the most recent part of it: leaves go first anyway
@@ -195,7 +197,7 @@ class Matcher:
             for group, suffix in strict:
                 part: PartId = keys[block] + suffix  # type: ignore[assignment]
                 row = get(part, NO_ROW)
-                mask = resident[row] if row >= 0 else 0
+                mask = resident[row] & readable if row >= 0 else 0
                 if mask and not lossy:
                     mask = mask & lossless[row] if flags[row] & EXACT else 0
                 if not mask or expiry[row] <= now:
@@ -268,7 +270,7 @@ class Matcher:
         index = self._at.index
         part: PartId = name  # type: ignore[assignment]
         row = index.rows.get(part, NO_ROW)
-        mask = index.resident[row] if row >= 0 else 0
+        mask = index.resident[row] & self._at.readable if row >= 0 else 0
         if mask and not look.query.lossy:
             mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
         if not mask or index.expiry[row] <= now:
@@ -350,25 +352,22 @@ class Matcher:
 
     def release(self, lease: int) -> list[Drop]:
         """End a lease; unknown ones are ignored."""
+        at = self._at
         for row in self._leases.pop(lease, ()):
-            self._at.unpin(row)
-        return self._at.collect()
+            at.unpin(row)
+        return at.collect() if at.ready else []
 
-    # ------------------------------------------------------------------ reasons
-
-    def why(self, part: bytes, lossy: bool, now: float) -> MissReason:
-        """Say why a part is a miss."""
-        index = self._at.index
-        name: PartId = part  # type: ignore[assignment]
-        row = index.rows.get(name, NO_ROW)
-        if row >= 0 and index.resident[row]:
-            if index.expiry[row] <= now:
-                return MissReason.EXPIRED
-            if not lossy:
-                return MissReason.FIDELITY
-        if row >= 0 and index.pending[row]:
-            return MissReason.PENDING
-        gone = self._at.history.get(name)
-        if gone is not None:
-            return gone.reason
-        return MissReason.HOLE if row >= 0 else MissReason.NEVER_STORED
+    def hold(self, part: PartId, lossy: bool, now: float) -> tuple[int, int, int] | None:
+        """Lease one part by itself; see :meth:`Decisions.hold_part`."""
+        at = self._at
+        index = at.index
+        row = index.rows.get(part, NO_ROW)
+        mask = index.resident[row] & at.readable if row >= 0 else 0
+        if mask and not lossy:
+            mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
+        if not mask or index.expiry[row] <= now:
+            return None
+        at.pin(row)
+        self._number += 1
+        self._leases[self._number] = array("i", (row,))
+        return self._number, (mask & -mask).bit_length() - 1, index.generation[row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from tierkv.decisions.cost import Costs
 from tierkv.decisions.evicting import TICK_PARTS, Evictor
 from tierkv.decisions.figures import Figures
 from tierkv.decisions.lines import LOG_VERSION, format_line
@@ -24,7 +25,11 @@ __all__ = ["Recorded"]
 
 
 class Recorded(Figures):
-    """The parts that decide, put together, and the decision log of their owner."""
+    """The parts that decide, put together, and the decision log of their owner.
+
+    Attributes:
+        costs: What is known of costs, to be read; it is told through the recorded calls.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Recorded(Figures):
         if len(policies) != len(tiers):
             raise ConfigError(f"{len(tiers)} tiers need as many policies, not {len(policies)}")
         self._at = Placement(tiers, policies, tenants, default_limits, history)
+        self.costs = Costs([tier.name for tier in tiers])
         self._matcher = Matcher(self._at)
         self._evictor = Evictor(self._at)
         self._storer = Storer(self._at, self._evictor)

@@ -157,7 +157,9 @@ class Reserver:
                 return Outcome(0, SkipReason.FAILED)
             return _PRESENT if resident & bit else None
         best = bool(index.flags[row] & EXACT and index.lossless[row])
-        if resident and (best or not (item.exact and item.lossless)):
+        worse = not (item.exact and item.lossless)
+        # a copy in a tier that is out is worth a second one above it, if that is as good
+        if resident and (worse or (best and resident & self._at.readable)):
             until = inf if item.ttl is None else request.now + item.ttl
             self._at.touch(row, self._clock(number, item, request), until)
             return _PRESENT

@@ -43,6 +43,8 @@ class Standing:
         deferred: Copies given up while a row is leased: they are freed after the last lease.
         ready: (tenant, copy) whose last lease has ended, to be handed out.
         blocked: Rows of the last tier kept only by children that live in other tiers.
+        readable: Tiers, one bit each, whose copies lookups may count on.
+        writable: Tiers, one bit each, into which copies may be demoted.
     """
 
     __slots__ = (
@@ -64,8 +66,10 @@ class Standing:
         "leaving",
         "ledger",
         "partitions",
+        "readable",
         "ready",
         "tiers",
+        "writable",
     )
 
     def __init__(
@@ -77,6 +81,7 @@ class Standing:
         history: int,
     ) -> None:
         self.tiers = range(len(tiers))
+        self.readable = self.writable = (1 << len(tiers)) - 1
         self.index = Index(len(tiers))
         self.ledger = Ledger(tiers, tenants, default_limits)
         self.history = History(history)

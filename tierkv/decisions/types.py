@@ -264,6 +264,7 @@ class PartState:
         generation: Generation of its copies; 0 if there is none.
         exact: Whether its KV is exact.
         lossless: For each of ``tiers``, whether that copy is lossless.
+        nbytes: For each of ``tiers``, bytes that the copy takes there.
         reason: Why there is no copy; None if there is one.
         tier: The tier that the reason is about, if it is about one.
         ago: Seconds since the reason arose, if known.
@@ -275,6 +276,7 @@ class PartState:
     generation: int = 0
     exact: bool = True
     lossless: tuple[bool, ...] = ()
+    nbytes: tuple[int, ...] = ()
     reason: MissReason | None = None
     tier: int | None = None
     ago: float | None = None

@@ -1,10 +1,11 @@
 """The device seam: streams, events, pinned memory and batched copies of accelerators.
 
 ``tierkv.device.Devices`` finds the device of a tier or of a caller's tensors; the plug-ins
-themselves (``cuda``, ``cpu``) stand behind the registry, kind ``devices``.
+themselves (``cuda``, ``cpu``) stand behind the registry, kind ``devices``. :func:`fold` is the
+checksum that a device can compute itself.
 """
 
 from tierkv.device.devices import Devices
-from tierkv.device.fold import fold
+from tierkv.device.fold import fold, fold_digests, fold_tensors
 
-__all__ = ["Devices", "fold"]
+__all__ = ["Devices", "fold", "fold_digests", "fold_tensors"]

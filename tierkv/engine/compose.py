@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierkv.abc import DirectBackend
 from tierkv.config import resolve_policies, tier_chain
 from tierkv.decisions.core import Decisions
 from tierkv.decisions.types import TenantLimits, TierLimits
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tierkv.config import EngineConfig
     from tierkv.mover.core import Core
 
-__all__ = ["make_decisions", "make_levels", "open_level", "tenant_limits"]
+__all__ = ["describe", "make_decisions", "make_levels", "open_level", "tenant_limits"]
 
 
 def tenant_limits(config: EngineConfig) -> dict[str, TenantLimits]:
@@ -47,8 +48,16 @@ def make_levels(config: EngineConfig, backends: Sequence[Backend] | None) -> lis
     levels = []
     for index, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True)):
         # an unknown codec is found at start, not at the first store
-        chain = parse_chain(tier_chain(config, tier)).name
-        levels.append(Level(index, backend, chain, tier.write_through))
+        chain = parse_chain(tier_chain(config, tier))
+        if tier.candidate is None:
+            levels.append(Level(index, backend, chain.name, tier.write_through))
+            continue
+        if not chain.lossless:
+            raise ConfigError(
+                f"tier {tier.name!r}: codec {tier.codec!r} would turn lossy by itself; 'auto' "
+                f"takes lossless chains such as 'planes', a lossy one is named outright"
+            )
+        levels.append(Level(index, backend, "raw", tier.write_through, chain.name))
     return levels
 
 
@@ -97,3 +106,21 @@ async def open_level(core: Core, level: Level) -> None:
     core.free(core.decisions.recover(level.index, found, charges, core.clock(), wall, floor=floor))
     core.peaks[level.index] = core.decisions.used(level.index)
     await core.purge(level)
+
+
+def describe(core: Core, level: Level) -> str:
+    """How bytes travel to and from a tier, for the start-up line: path, codec, direct I/O."""
+    text = f"{level.name}={level.backend.stats().mode}"
+    if level.candidate is not None:
+        text += f" (raw, {level.candidate} where it pays)"
+    elif level.chain != "raw":
+        text += f" ({level.chain})"
+    backend = level.backend
+    for other in core.levels:
+        device = other.resident.device if other.resident is not None else None
+        direct = None
+        if device is not None and isinstance(backend, DirectBackend):
+            direct = backend.direct(device)
+        if device is not None and direct is not None:
+            text += f" ({direct.mode} with {device.name})"
+    return text

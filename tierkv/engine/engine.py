@@ -11,7 +11,7 @@ from tierkv.blocks import as_token_ids
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
 from tierkv.engine.lifecycle import Lifecycle
-from tierkv.engine.parts import NOT_OPEN, check_space
+from tierkv.engine.parts import NOT_OPEN, check_space, traffic
 from tierkv.engine.stats import EngineStats
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
@@ -19,7 +19,7 @@ from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
 from tierkv.session.base import check_fidelity
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
-from tierkv.units import parse_duration
+from tierkv.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,6 +228,56 @@ class Engine(Lifecycle):
             await self.workers.spawn(core.purge, level, name="purge").wait()
         return before - sum(core.decisions.entries(level.index) for level in core.levels)
 
+    def resize(self, tier: str, capacity: int | str) -> int:
+        """Give a tier another capacity while it is in use.
+
+        What no longer fits is demoted or dropped, coldest first, in the background; leased parts
+        stay until their leases end. Memory that the tier mapped at its start stays mapped: it can
+        never grow beyond what it was opened with, except where the memory is a device's.
+
+        Args:
+            tier: Name of the tier.
+            capacity: Bytes, or text such as ``"8GiB"``.
+
+        Returns:
+            Bytes that are still in use above the new capacity; 0 if none are.
+
+        Raises:
+            ConfigError: if there is no such tier, or it cannot have that capacity.
+            ClosedError: if the engine is not open.
+        """
+        core = self.core
+        if core.closed:
+            raise ClosedError("the engine is closed")
+        names = [level.name for level in core.levels]
+        if tier not in names:
+            raise ConfigError(f"there is no tier {tier!r}; the engine has {', '.join(names)}")
+        level, wanted = core.levels[names.index(tier)], parse_bytes(capacity)
+        most = self._usable.get(level.index, 0)
+        if level.resident is None and wanted > most:
+            raise ConfigError(
+                f"tier {tier!r} was opened with {most} usable bytes and cannot grow to {wanted}; "
+                f"configure it larger and open the engine anew"
+            )
+        drops, demotes = core.decisions.set_capacity(level.index, wanted, core.clock())
+        core.free(drops)
+        self.runtime.behind.demote(demotes)
+        self._limits[level.index] = wanted
+        if level.resident is not None:
+            level.resident.shrink(wanted)
+        return max(core.decisions.used(level.index) - wanted, 0)
+
+    def shrink(self, tier: str, nbytes: int | str) -> int:
+        """Take bytes away from a tier, e.g. ``shrink("device", "2GiB")`` when a model needs them.
+
+        As :meth:`resize`, by so much less than now (down to nothing).
+        """
+        core = self.core
+        level = next((x for x in core.levels if x.name == tier), None)
+        if level is None:
+            return self.resize(tier, 0)  # says which tiers there are
+        return self.resize(tier, max(core.decisions.capacity(level.index) - parse_bytes(nbytes), 0))
+
     def call_soon_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
         """Run ``fn(*args)`` on the engine's loop soon; from any thread, without waiting.
 
@@ -253,6 +303,11 @@ class Engine(Lifecycle):
             tasks_spawned=self.workers.tasks_spawned,
             thread_hops=self.workers.thread_hops,
             bytes_copied=core.bytes_copied,
+            bytes_gathered=core.bytes_gathered,
+            oldest_seconds=behind.oldest_seconds,
+            traffic={x.name: traffic(core, x) for x in core.levels},
+            chains={x.name: x.chain for x in core.levels},
+            prefill=core.decisions.costs.speeds(),
         )
 
 

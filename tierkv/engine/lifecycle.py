@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from tierkv import __version__
 from tierkv.buffers import Staging
-from tierkv.engine.compose import make_decisions, make_levels, open_level
+from tierkv.engine.compose import describe, make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
 from tierkv.engine.parts import Parts
+from tierkv.engine.pinning import Pinning
 from tierkv.engine.stats import CloseReport
 from tierkv.errors import BackendError, ClosedError
 from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
 from tierkv.mover.fetch import Fetcher
+from tierkv.mover.probing import probe
+from tierkv.mover.tuning import Tuner
 from tierkv.prefetch import Prefetcher
 from tierkv.session import SessionTable
 from tierkv.session.table import Runtime
-from tierkv.workers import Signal, Workers
+from tierkv.workers import Lane, Signal, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -72,6 +75,7 @@ class Lifecycle(Parts):
         )
         self._report: CloseReport | None = None
         self._closing: Signal | None = None
+        self._pinning: Pinning | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __del__(self) -> None:
@@ -101,6 +105,7 @@ class Lifecycle(Parts):
             clock=self._clock,
             wall=self._wall,
             verify_host=self.config.verify_host,
+            timeout=float(self.config.tier_timeout),
         )
         self._loop = asyncio.get_running_loop()
         attempted: list[Level] = []
@@ -111,11 +116,7 @@ class Lifecycle(Parts):
             await self._shut(core, attempted)
             raise
         self._core = core
-        _log.info(
-            "%s: %s",
-            self.config.name,
-            ", ".join(f"{x.name}={x.backend.stats().mode}" for x in levels),
-        )
+        _log.info("%s: %s", self.config.name, ", ".join(describe(core, x) for x in levels))
         return self
 
     async def _open(self, core: Core, attempted: list[Level]) -> None:
@@ -126,14 +127,20 @@ class Lifecycle(Parts):
         for level in core.levels:
             attempted.append(level)
             await open_level(core, level)
+            if level.resident is not None:
+                core.devices.add(level.resident.device)
+        self._usable = {x.index: core.decisions.capacity(x.index) for x in core.levels}
         fetcher = Fetcher(core)
         behind = WriteBehind(core, int(self.config.write_queue))
-        prefetcher = Prefetcher(core, fetcher)
+        fetcher.promoted = behind.promote
+        prefetcher = Prefetcher(core, fetcher, behind)
         self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy)
         self._table = SessionTable(core)
         if self.config.metrics_port is not None:
             self._server = serve(self.metrics.registry, self.config.metrics_port)
-        self.workers.supervise(_LOOPS[0], behind.run)
+        self._tuner = Tuner(core, self.config.threads)
+        self._pinning = Pinning(core)
+        self.workers.supervise(_LOOPS[0], behind.run, Lane.BACKGROUND)
         self.workers.supervise(_LOOPS[1], self._housekeeping)
 
     async def _housekeeping(self) -> None:
@@ -150,7 +157,11 @@ class Lifecycle(Parts):
             for level in core.levels:
                 # by themselves: a tier that hangs must not stop the clock of the others
                 if level.doomed and level.purging is None:
-                    self.workers.spawn(core.purge, level, name="purge")
+                    self.workers.spawn(core.purge, level, name="purge", lane=Lane.BACKGROUND)
+                probe(core, level)
+            self._tuner.tick()
+            if self._pinning is not None:
+                self._pinning.begin()
             if self._log_file is not None:
                 await self.workers.run(self._log_file.flush)
 
@@ -193,7 +204,8 @@ class Lifecycle(Parts):
             async with asyncio.timeout(grace):
                 await behind.drain()
                 for level in core.levels:
-                    await self.workers.spawn(core.flush, level, name="flush").wait()
+                    job = self.workers.spawn(core.flush, level, name="flush", lane=Lane.BACKGROUND)
+                    await job.wait()
         except (TimeoutError, BackendError, ClosedError) as error:
             _log.warning("%s: closing early: %s", self.config.name, str(error) or "out of time")
 
@@ -204,16 +216,27 @@ class Lifecycle(Parts):
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.workers.aclose, grace)
             stack.push_async_callback(self._apart, self._close_files)
+            if list(core.devices):
+                stack.push_async_callback(self._apart, self._close_devices, core)
             for level in levels:
                 stack.push_async_callback(self._close_tier, level, grace)
+            if self._pinning is not None:
+                # before its memory goes; no copy is under way any more
+                stack.push_async_callback(self._apart, self._unpin, self._pinning)
             await self.workers.quiesce(grace)
 
-    async def _apart(self, fn: Callable[[], Awaitable[None]]) -> None:
+    async def _apart(self, fn: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run a step of closing where no cancellation reaches it, if there is such a place."""
         if self.workers.running:
-            await self.workers.outlast(fn)
+            await self.workers.outlast(fn, *args)
         else:  # somebody cancelled every task of the loop
-            await fn()
+            await fn(*args)
+
+    async def _unpin(self, pinning: Pinning) -> None:
+        await self.workers.run(pinning.undo)
+
+    async def _close_devices(self, core: Core) -> None:
+        await self.workers.run(core.devices.close)
 
     async def _close_tier(self, level: Level, grace: float) -> None:
         if not self.workers.running:

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
-from tierkv.metrics import EngineSnapshot, TierSnapshot
+from tierkv.metrics import EngineSnapshot, TierSnapshot, TrafficSnapshot
 
 if TYPE_CHECKING:
     from tierkv.config import EngineConfig
     from tierkv.metrics import MetricsServer
     from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
     from tierkv.session import SessionInfo, SessionTable
     from tierkv.session.table import Runtime
 
-__all__ = ["NOT_OPEN", "Parts", "check_space"]
+__all__ = ["NOT_OPEN", "Parts", "check_space", "traffic"]
 
 NOT_OPEN = "the engine is not open: use it inside 'async with tierkv.open(...) as engine'"
 
@@ -29,6 +30,16 @@ def check_space(space: object) -> Space:
     if not isinstance(space, Space):
         raise ConfigError(f"space= takes a tierkv.Space(identity, layout), not {space!r:.80}")
     return space
+
+
+def traffic(core: Core, level: Level) -> tuple[TrafficSnapshot, ...]:
+    """What is known of reading from and writing to a tier."""
+    out = []
+    for direction in ("read", "write"):
+        line = core.decisions.costs.line(level.index, direction)
+        is_open = not core.decisions.costs.breaker(level.index, direction).closed
+        out.append(TrafficSnapshot(direction, line.latency, line.bandwidth, line.count, is_open))
+    return tuple(out)
 
 
 class Parts:
@@ -47,6 +58,8 @@ class Parts:
         self._runtime: Runtime | None = None
         self._table: SessionTable | None = None
         self._server: MetricsServer | None = None
+        self._limits: dict[int, int] = {}  # capacities of tiers that were resized
+        self._usable: dict[int, int] = {}  # those that they were opened with
 
     def __repr__(self) -> str:
         if self._core is None:
@@ -88,6 +101,9 @@ class Parts:
             raise ClosedError(NOT_OPEN)
         return self._table
 
+    def _configured(self, tier: int) -> int:
+        return self.config.tiers[tier].capacity_bytes
+
     def sessions(self) -> list[SessionInfo]:
         """Snapshot of every session."""
         return [self._sessions.info(state) for state in self._sessions]
@@ -98,18 +114,26 @@ class Parts:
         if core is None:
             return EngineSnapshot()
         d = core.decisions
+        behind = self.runtime.behind if self._runtime is not None else None
         return EngineSnapshot(
             tiers=tuple(
                 TierSnapshot(
                     name=x.name,
                     used_bytes=d.used(x.index),
-                    capacity_bytes=self.config.tiers[x.index].capacity_bytes,
+                    capacity_bytes=self._limits.get(x.index, self._configured(x.index)),
                     peak_bytes=core.peaks[x.index],
                     reserved_bytes=d.reserved(x.index),
                     entries=d.entries(x.index),
+                    traffic=traffic(core, x),
+                    chain=x.chain,
+                    chains=(x.chain,) if x.candidate is None else ("raw", x.candidate),
                 )
                 for x in core.levels
             ),
+            write_queue_bytes=behind.queued_bytes if behind is not None else 0,
+            write_queue_oldest_seconds=behind.oldest_seconds if behind is not None else 0.0,
+            tasks=core.workers.tasks_spawned,
+            thread_hops=core.workers.thread_hops,
             sessions=sum(bool(state.handles) for state in self._sessions),
             leases=d.leases(),
             session_bytes=sum(self._sessions.info(s).nbytes for s in self._sessions if s.handles),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierkv.abc import BackendStats
+    from tierkv.metrics import TrafficSnapshot
 
 __all__ = ["CloseReport", "EngineStats"]
 
@@ -37,6 +38,13 @@ class EngineStats:
         tasks_spawned: Engine-owned jobs started so far.
         thread_hops: Calls handed to worker threads so far.
         bytes_copied: Bytes copied into callers' views so far.
+        bytes_gathered: Bytes copied out of callers' views so far.
+        oldest_seconds: How long the oldest of the queued bytes have waited.
+        traffic: By tier, what was learned of reading from and writing to it: latency, bandwidth,
+            and whether it is left out because it failed or hung.
+        chains: By tier, the codec chain of new frames.
+        prefill: By space (its fingerprint in hexadecimal), tokens a second of prefill, as told by
+            :meth:`tierkv.session.Session.computed`.
     """
 
     tiers: dict[str, BackendStats]
@@ -49,6 +57,18 @@ class EngineStats:
     tasks_spawned: int
     thread_hops: int
     bytes_copied: int
+    bytes_gathered: int = 0
+    oldest_seconds: float = 0.0
+    traffic: dict[str, tuple[TrafficSnapshot, ...]] = field(default_factory=dict)
+    chains: dict[str, str] = field(default_factory=dict)
+    prefill: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def breaker_open(self) -> tuple[str, ...]:
+        """Tiers that are left out, for reads or writes, because they failed or hung."""
+        return tuple(
+            tier for tier, ways in self.traffic.items() if any(way.breaker_open for way in ways)
+        )
 
     def counters(self) -> dict[str, int]:
         """The figures that change with traffic, for comparisons."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from tierkv.metrics.null import NullObserver
 from tierkv.metrics.observer import BUCKETS, MetricsObserver
 from tierkv.metrics.server import MetricsServer, serve
-from tierkv.metrics.snapshot import EngineSnapshot, TierSnapshot
+from tierkv.metrics.snapshot import EngineSnapshot, TierSnapshot, TrafficSnapshot
 
 __all__ = [
     "BUCKETS",
@@ -20,5 +20,6 @@ __all__ = [
     "MetricsServer",
     "NullObserver",
     "TierSnapshot",
+    "TrafficSnapshot",
     "serve",
 ]

@@ -50,3 +50,9 @@ class NullObserver(Observer):
 
     def restarted(self, *, worker: str) -> None:
         """Ignore a restart."""
+
+    def breaker(self, *, tier: str, to: str) -> None:
+        """Ignore a breaker."""
+
+    def saved(self, *, seconds: float) -> None:
+        """Ignore what was saved."""

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from tierkv.abc import Observer
 from tierkv.decisions.types import EvictReason, MissReason, SkipReason
+from tierkv.metrics.gauges import snapshot_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ _DIRECTIONS: Final = ("read", "write", "delete")
 _OUTCOMES: Final = ("ok", "failed")
 _TIER_OPS: Final = ("load",)  # these know the tier they came from; the others do not
 _ENGINE_OPS: Final = ("match", "store", "flush", "prefetch", _OTHER)
+_BREAKER: Final = ("open", "half_open", "closed")
 _CORRUPTIONS: Final = ("checksum", "header", "short", _OTHER)
 
 
@@ -97,6 +99,8 @@ class MetricsObserver(Observer):
         self._corruption = _zeros(self.tiers, _CORRUPTIONS)
         self._skipped = _zeros(self.tiers, [r.value for r in SkipReason])
         self._restarts = _zeros((*workers, _OTHER))
+        self._breakers = _zeros(self.tiers, _BREAKER)
+        self._saved = 0.0
         self._lag = _Histogram()
         timed = [*_zeros(_DIRECTIONS, self.tiers), *_zeros(_TIER_OPS, scopes)]
         timed += _zeros(_ENGINE_OPS, (_ANY,))
@@ -179,6 +183,15 @@ class MetricsObserver(Observer):
         """Count one restart of a background worker."""
         self._restarts[(worker,) if (worker,) in self._restarts else (_OTHER,)] += 1
 
+    def breaker(self, *, tier: str, to: str) -> None:
+        """Count one change of a breaker."""
+        if (tier, to) in self._breakers:
+            self._breakers[tier, to] += 1
+
+    def saved(self, *, seconds: float) -> None:
+        """Count seconds of prefill that a load saved."""
+        self._saved += max(seconds, 0.0)
+
     def families(self) -> Iterator[Metric]:
         """Every family with its present values, in a fixed order."""
         yield from _counters(self._counter_tables())
@@ -202,7 +215,12 @@ class MetricsObserver(Observer):
         )
         lag.add_metric((), self._lag.buckets(), self._lag.total)
         yield lag
-        yield from _gauges(self._snapshot())
+        yield from snapshot_families(self._snapshot())
+        yield CounterMetricFamily(
+            "tierkv_recompute_seconds_saved",
+            "Seconds of prefill that loads saved, beyond their own time.",
+            value=self._saved,
+        )
         build = GaugeMetricFamily(
             "tierkv_build_info", "Constant 1, labelled with the version.", labels=("version",)
         )
@@ -225,6 +243,12 @@ class MetricsObserver(Observer):
             ("evicted_bytes", "Bytes that left a tier.", tier_reason, self._evicted_bytes),
             ("corruption", "Copies found damaged.", ("tier", "kind"), self._corruption),
             ("store_skipped", "Parts not put into a tier.", tier_reason, self._skipped),
+            (
+                "breaker_transitions",
+                "Changes of the breakers of tiers.",
+                ("tier", "to"),
+                self._breakers,
+            ),
             ("worker_restarts", "Background workers restarted.", ("worker",), self._restarts),
         )
 
@@ -254,25 +278,3 @@ def _counters(tables: Iterable[_Table]) -> Iterator[Metric]:
         for key, value in values.items():
             family.add_metric(key, value)
         yield family
-
-
-def _gauges(state: EngineSnapshot) -> Iterator[Metric]:
-    per_tier = (
-        ("used", "Bytes charged for the parts in a tier.", [t.used_bytes for t in state.tiers]),
-        ("used_peak", "Most bytes ever charged at once.", [t.peak_bytes for t in state.tiers]),
-        ("capacity", "Bytes that a tier may hold.", [t.capacity_bytes for t in state.tiers]),
-        ("reserved", "Bytes set aside for stores.", [t.reserved_bytes for t in state.tiers]),
-    )
-    columns = [(f"tierkv_tier_{name}_bytes", text, values) for name, text, values in per_tier]
-    entries = [t.entries for t in state.tiers]
-    columns.append(("tierkv_tier_entries", "Parts that a tier holds.", entries))
-    for name, text, values in columns:
-        family = GaugeMetricFamily(name, text, labels=("tier",))
-        for tier, value in zip(state.tiers, values, strict=True):
-            family.add_metric((tier.name,), value)
-        yield family
-    yield GaugeMetricFamily("tierkv_sessions_open", "Sessions open now.", state.sessions)
-    yield GaugeMetricFamily(
-        "tierkv_session_bytes", "Bytes that open sessions refer to.", state.session_bytes
-    )
-    yield GaugeMetricFamily("tierkv_leases", "Leases out now.", state.leases)

@@ -1,29 +1,33 @@
-"""Write-behind: copies from memory tiers to slower ones, after the caller has gone on.
+"""Write-behind: copies between tiers, after the caller has gone on.
 
-Two kinds of copies share one queue, bounded in bytes: *write-through* of new parts, and
-*demotion* of parts that must leave a full tier. A copy is verified on its way, published in the
-slower tier, and only then (demotion) unpublished in the faster one: at no moment is it in neither.
-When the queue is full, new write-through copies are not taken: the tail of a chain is lost first,
-never a block in its middle.
+Three kinds of copies share one queue, bounded in bytes: *demotion* of parts that must leave a full
+tier, *write-through* of new parts, and *promotion* of parts that were read from a slower tier. A
+copy is verified on its way, published in its new tier, and only then (demotion) unpublished in the
+old one: at no moment is it in neither. When the queue is full, promotions go first; then new
+write-through copies are not taken: the tail of a chain is lost first, never a block in its middle.
+
+Each tier that something is copied to has loops of its own, so that one that hangs holds up nobody
+else. All of them work in the background lane, one transfer at a time on each medium.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tierkv.decisions.types import EvictReason, SkipReason
-from tierkv.errors import ClosedError, CodecError
-from tierkv.frame import decode_header
-from tierkv.mover.copying import Copy, copy_batch, most_bytes
-from tierkv.mover.core import stored_part
-from tierkv.mover.slices import sliced
-from tierkv.workers import Signal
+from tierkv.blocks import part_id, split_part
+from tierkv.decisions.types import SkipReason
+from tierkv.errors import ClosedError
+from tierkv.mover.copies import Copy, CopyQueue
+from tierkv.mover.copying import copy_batch
+from tierkv.mover.flushing import FlushResult, flush
+from tierkv.mover.reforming import longest, most_bytes
+from tierkv.mover.turns import Turn
+from tierkv.workers import Lane, Signal, enter_lane
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from tierkv.abc import StoredPart
     from tierkv.blocks import PartId
@@ -34,40 +38,32 @@ if TYPE_CHECKING:
 
 __all__ = ["FlushResult", "WriteBehind"]
 
-_BATCH_BYTES = 16 * 1024 * 1024
+_BATCH_BYTES = 16 * 1024 * 1024  # most that a read which somebody waits for may find in its way
 _BATCH_PARTS = 128
+_OVERLAP = 2  # while one batch is written, the next one is read, verified and encoded
 _ROOM_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class FlushResult:
-    """What a flush made sure of.
+class WriteBehind:
+    """The queue, and the loops that empty it.
 
     Attributes:
-        durable: Parts that would survive a crash of the machine.
-        missing: Parts that would not: there is no such tier, no room in it, or it fails.
+        turns: Whose turn it is on each tier, in order of the tiers.
+        dropped: Write-through copies that found the queue full.
+        failed: Copies that had room in their target and were not made nevertheless.
     """
 
-    durable: int
-    missing: int
-
-
-class WriteBehind:
-    """The queue, and the loop that empties it."""
-
     def __init__(self, core: Core, limit: int) -> None:
-        self._core = core
-        self._limit = limit
-        self._batch_bytes = max(1, min(_BATCH_BYTES, core.window_bytes))
-        self._queue: deque[Copy] = deque()
-        self._taken: list[Copy] = []
-        self._waiting: dict[tuple[PartId, int], Copy] = {}
-        self._kick = Signal()
-        self._done = Signal()
-        self._ended = False
-        self.queued_bytes = 0
+        self.turns = [Turn() for _ in core.levels]
         self.dropped = 0
         self.failed = 0
+        self._core = core
+        self._batch_bytes = max(1, min(_BATCH_BYTES, core.window_bytes))
+        self._queue = CopyQueue(len(core.levels), limit)
+        self._taken: list[Copy] = []
+        self._kicks = [Signal() for _ in core.levels]
+        self._done = Signal()
+        self._ended = False
 
     def __repr__(self) -> str:
         return f"<WriteBehind: {len(self._queue)} queued, {self.queued_bytes} bytes>"
@@ -77,96 +73,131 @@ class WriteBehind:
         """Copies not yet made."""
         return len(self._queue) + len(self._taken)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be copied."""
+        return self._queue.nbytes
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Seconds for which the oldest copy has waited or been under way; promotions aside."""
+        times = [copy.since for copy in self._taken if not copy.promotion]
+        queued = self._queue.oldest()
+        if queued is not None:
+            times.append(queued)
+        return max(self._core.clock() - min(times), 0.0) if times else 0.0
+
     # ------------------------------------------------------------------ producers
 
     def copy_onwards(self, level: Level, space: Space, published: Sequence[StoredPart]) -> None:
         """Queue write-through copies of parts just published in ``level``."""
-        if level.memory is None:
-            return
-        for target in self._core.levels[level.index + 1 :]:
-            if not target.write_through:
+        core = self._core
+        for target in core.levels[level.index + 1 :]:
+            if not target.write_through or not published:
                 continue
-            refused = 0
-            for stored in published:
-                if refused or self.queued_bytes + stored.nbytes > self._limit:
-                    refused += 1  # and everything after it: the tail goes first
-                else:
-                    self._put(Copy(stored, space, level.index, target.index))
+            refused = len(published) if core.hangs(target) else 0
+            for stored in published if not refused else ():
+                copy = self._describe(level, target, space, stored)
+                # and everything after one that is refused: the tail goes first
+                if refused or not self._queue.offer(copy):
+                    refused += 1
+            self._kicks[target.index].set()
             if refused:
                 self.dropped += refused
-                self._core.observer.skipped(
+                core.observer.skipped(
                     tier=target.name, reason=SkipReason.BACKPRESSURE.value, parts=refused
                 )
 
-    def demote(self, demotes: Sequence[Demote]) -> list[Copy]:
-        """Queue demotions, ahead of write-through copies.
+    def promote(self, level: Level, parts: Sequence[StoredPart], space: Space) -> None:
+        """Queue copies of parts of ``level`` to the fastest tier, as far as it has room for them.
 
-        A tier that the engine cannot address has nothing to copy from in place: its parts are
-        let go.
+        Nobody waits for them: they evict nothing that was used later, take no memory that
+        somebody else waits for, and are the first to go when the queue is full.
         """
         core = self._core
-        queued = []
-        for item in reversed(demotes):
-            if core.levels[item.source].memory is None:
-                gone = [(item.part, item.generation)]
-                core.free(
-                    core.decisions.dropped(gone, item.source, EvictReason.CAPACITY, core.clock())
-                )
-                continue
-            copy = self._describe(item.part, item.generation, item.source, item.target, item)
-            if copy is None:
-                core.decisions.cancel_demote([item], core.clock())
-            else:
-                self._put(copy, front=True)
-                queued.append(copy)
+        target = core.levels[0]
+        if level.index == 0 or core.closed:
+            return
+        for stored in parts:
+            if self._queue.find(stored.part, 0) is None:
+                copy = self._describe(level, target, space, stored)
+                copy.promotion = True
+                if not self._queue.offer(copy):
+                    break
+        self._kicks[0].set()
+
+    def _describe(self, level: Level, target: Level, space: Space, stored: StoredPart) -> Copy:
+        group = split_part(stored.part)[1]
+        return Copy(
+            part=stored.part,
+            generation=stored.generation,
+            nbytes=stored.nbytes,
+            source=level.index,
+            target=target.index,
+            space=space,
+            root=stored.root,
+            parent=part_id(stored.parent, group) if stored.parent is not None else None,
+            since=self._core.clock(),
+        )
+
+    def demote(self, demotes: Sequence[Demote]) -> list[Copy]:
+        """Queue demotions, ahead of everything else."""
+        levels, now = self._core.levels, self._core.clock()
+        queued = [
+            Copy(
+                part=d.part,
+                generation=d.generation,
+                nbytes=longest(levels[d.source], d.nbytes),
+                source=d.source,
+                target=d.target,
+                demote=d,
+                since=now,
+            )
+            for d in demotes
+        ]
+        self.add(queued)
         return queued
 
-    def _describe(
-        self, part: PartId, generation: int, source: int, target: int, demote: Demote | None = None
-    ) -> Copy | None:
-        """Read from a part's own frame what a copy of it needs; None if it is not usable."""
-        core = self._core
-        memory = core.levels[source].memory
-        buffer = memory.borrow(part, generation) if memory is not None else None
-        if buffer is None:
-            return None
-        try:
-            header = decode_header(buffer.memory)
-            stored = stored_part(header)
-        except CodecError:
-            core.damaged(part, source, generation, "header")
-            return None
-        space = core.spaces.get(header.space)
-        return None if space is None else Copy(stored, space, source, target, demote)
-
-    def _put(self, copy: Copy, *, front: bool = False) -> None:
-        if front:
-            self._queue.appendleft(copy)
-        else:
-            self._queue.append(copy)
-        self._waiting[copy.stored.part, copy.target] = copy
-        self.queued_bytes += copy.stored.nbytes
-        self._kick.set()
+    def add(self, copies: Sequence[Copy]) -> None:
+        """Queue copies that somebody waits for, or whose room is needed, whatever their size."""
+        for copy in copies:
+            self._queue.put(copy)
+            self._kicks[copy.target].set()
 
     # ------------------------------------------------------------------ waiting
 
-    async def _settled(self, copies: Sequence[Copy]) -> None:
+    def find(self, part: PartId, target: int) -> Copy | None:
+        """The copy of a part to a tier that waits or is under way."""
+        return self._queue.find(part, target)
+
+    async def settled(self, copies: Sequence[Copy], *, unless_hanging: bool = False) -> None:
         """Wait until these copies were made or given up.
+
+        Args:
+            copies: Copies that were queued.
+            unless_hanging: Whether those into a tier that hangs are not waited for.
 
         Raises:
             ClosedError: if the engine is closed meanwhile.
         """
         for copy in copies:
+            level = self._core.levels[copy.target]
             while not copy.settled:
                 if self._ended:
                     raise ClosedError("the engine was closed before everything was written")
-                await self._done.wait()
+                if not unless_hanging:
+                    await self._done.wait()
+                elif not await self._core.landed(level, self._done):
+                    break
 
     def holding(self, level: Level) -> list[Copy]:
         """Copies under way out of this tier: what they copy may go only when they are done."""
         core = self._core
-        mine = [copy for copy in self._taken if copy.source == level.index]
-        return [] if mine and core.hangs(core.levels[mine[0].target]) else mine
+        return [
+            copy
+            for copy in self._taken
+            if copy.source == level.index and not core.hangs(core.levels[copy.target])
+        ]
 
     async def make_room(self, level: Level, nbytes: int, tenant: str) -> bool:
         """Demote dirty parts of a tier until ``nbytes`` are free there, or wait for copies of it.
@@ -191,81 +222,59 @@ class WriteBehind:
             return False
         try:
             async with asyncio.timeout(_ROOM_TIMEOUT_S):
-                await self._settled(awaited)
+                await self.settled(awaited)
         except TimeoutError:
             return False
         return True
 
     async def flush(self, parts: Collection[PartId]) -> FlushResult:
-        """Make these parts durable, as far as there are tiers and room for it.
-
-        Returns:
-            How many of them are durable now, and how many are not, wherever they are.
-
-        Raises:
-            BackendError: if a durable tier refuses to sync.
-            ClosedError: if the engine is closed meanwhile.
-        """
-        core = self._core
-        start = core.clock()
-        durable = [level for level in core.levels if level.backend.durable]
-        if durable:
-            await self._settled(await self._bring_onwards(parts, durable[0].index))
-        # only what was written before the sync began is known to have reached the medium
-        written = [part async for part in sliced(parts) if self._is_durable(part)]
-        for level in durable:
-            await core.workers.spawn(core.flush, level, name="flush").wait()
-        safe = 0
-        async for part in sliced(written):
-            safe += self._is_durable(part)
-        core.observer.operation(op="flush", tier="", seconds=core.clock() - start)
-        return FlushResult(durable=safe, missing=len(parts) - safe)
-
-    def _is_durable(self, part: PartId) -> bool:
-        core = self._core
-        tiers = core.decisions.state(part, core.clock()).tiers
-        return any(core.levels[tier].backend.durable for tier in tiers)
-
-    async def _bring_onwards(self, parts: Iterable[PartId], target: int) -> list[Copy]:
-        """See that parts which are nowhere durable are on their way to ``target``."""
-        core = self._core
-        copies = []
-        async for part in sliced(parts):
-            copy = self._waiting.get((part, target))
-            if copy is None and not self._is_durable(part):
-                state = core.decisions.state(part, core.clock())
-                if state.tiers:
-                    copy = self._describe(part, state.generation, state.tiers[0], target)
-                if copy is not None:
-                    self._put(copy)
-            if copy is not None:
-                copies.append(copy)
-        return copies
+        """Make these parts durable; see :func:`tierkv.mover.flushing.flush`."""
+        return await flush(self._core, self, parts)
 
     async def drain(self) -> None:
-        """Wait until everything queued by now was copied, or failed to be.
+        """Wait until everything queued by now was copied, or failed to be; promotions are dropped.
 
         Raises:
             ClosedError: if the engine is closed meanwhile.
         """
-        await self._settled([*self._taken, *self._queue])
+        self._queue.drop_promotions()
+        await self.settled([*self._taken, *self._queue.waiting()])
 
-    # ------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------ the loops
 
     async def run(self) -> None:
-        """Empty the queue for the engine's life. Supervised."""
+        """Start supervised loops for each tier that anything can be copied to."""
+        core = self._core
+        for level in core.levels if len(core.levels) > 1 else ():
+            for _ in range(_OVERLAP):
+                core.workers.supervise(
+                    "write-behind", partial(self._serve, level.index), Lane.BACKGROUND
+                )
+
+    def _room(self, copy: Copy) -> int:
+        return most_bytes(self._core, copy, self._core.levels[copy.target])
+
+    async def _serve(self, target: int) -> None:
+        """Make the copies into one tier, for the engine's life."""
+        core = self._core
         try:
             while True:
-                if not self._queue:
-                    self._kick = Signal()
-                    await self._kick.wait()
-                self._taken = self._batch()
+                batch = self._queue.take(target, _BATCH_PARTS, self._batch_bytes, self._room)
+                if not batch:
+                    if self._kicks[target].is_set():
+                        self._kicks[target] = Signal()
+                    await self._kicks[target].wait()
+                    continue
+                self._taken += batch
+                promotion = batch[0].promotion
+                enter_lane(Lane.PREFETCH if promotion else Lane.BACKGROUND)
                 try:
-                    self.failed += await copy_batch(self._core, self._taken)
+                    left = await copy_batch(core, batch, self.turns, patient=not promotion)
+                    self.failed += 0 if promotion else left
                 finally:
-                    self._settle(self._taken)
+                    self._settle(batch)
         except asyncio.CancelledError:
-            if self._core.workers.stopping:  # else a stray one: this loop is started again
+            if core.workers.stopping:  # else a stray one: this loop is started again
                 self._ended = True
                 self._done.set()
             raise
@@ -274,28 +283,8 @@ class WriteBehind:
         undone = [c.demote for c in batch if c.demote is not None]
         if undone:
             self._core.decisions.cancel_demote(undone, self._core.clock())
-        for copy in batch:
-            copy.settled = True
-            name = (copy.stored.part, copy.target)
-            if self._waiting.get(name) is copy:
-                del self._waiting[name]
-        self._taken = []
+        self._queue.settle(batch)
+        gone = set(batch)
+        self._taken = [copy for copy in self._taken if copy not in gone]
         done, self._done = self._done, Signal()
         done.set()
-
-    def _batch(self) -> list[Copy]:
-        """Take copies between the same two tiers, as many as may be encoded anew at once."""
-        core, queue = self._core, self._queue
-        target = core.levels[queue[0].target]
-        batch: list[Copy] = []
-        room = 0
-        while queue and len(batch) < _BATCH_PARTS:
-            copy = queue[0]
-            if batch and (copy.source, copy.target) != (batch[0].source, target.index):
-                break
-            room += most_bytes(core, copy, target)
-            if batch and room > self._batch_bytes:
-                break
-            batch.append(queue.popleft())
-            self.queued_bytes -= copy.stored.nbytes
-        return batch

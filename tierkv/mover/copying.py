@@ -1,212 +1,336 @@
-"""One batch of copies from a memory tier to a slower one: reserve, verify, write, publish.
+"""One batch of copies from one tier to another: reserve, read, verify, write, publish.
 
-A demoted part is unpublished in the faster tier only after it was published in the slower one.
+Any tier may be the source and any other the target. Frames of a tier that the engine can address
+are read where they are; all others are read into staging memory or, where nothing is to be
+changed about them, straight into the memory tier that they go to. A demoted part is unpublished in
+the faster tier only after it was published in the slower one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierkv.abc import IoStatus, WriteItem
-from tierkv.blocks import part_id, split_part
-from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
+from tierkv.abc import IoStatus, ReadRequest, WriteItem
+from tierkv.blocks import KEY_BYTES, BlockKey, split_part
+from tierkv.decisions.types import EvictReason, FoundPart, SkipReason, StoreItem
 from tierkv.errors import CapacityError, CodecError
-from tierkv.mover.core import stored_part
-from tierkv.mover.staged import stage
-from tierkv.pipeline import open_frame, verify
+from tierkv.frame import decode_header, page_round
+from tierkv.mover.direct import Direct
+from tierkv.mover.onboard import sound, upload
+from tierkv.mover.reforming import Frame, most_bytes, recodes, reform
+from tierkv.mover.staged import stage, stage_nowait
+from tierkv.workers import current_lane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.abc import Buffer, StoredPart
-    from tierkv.decisions.types import Demote, Reservation
-    from tierkv.layout import Space
+    from tierkv.abc import Buffer, IoResult
+    from tierkv.decisions.types import Reservation
+    from tierkv.frame import Header
+    from tierkv.mover.copies import Copy
     from tierkv.mover.core import Core
-    from tierkv.mover.levels import Level
+    from tierkv.mover.turns import Turn
 
-__all__ = ["Copy", "copy_batch", "most_bytes"]
+__all__ = ["copy_batch"]
 
 _HOPELESS = 3  # batches that a tier fails in a row before parts are let go instead of kept for it
 _NO_ROOM = (SkipReason.FULL, SkipReason.TOO_LARGE, SkipReason.TENANT_QUOTA)
+_NO_ROOT = BlockKey(bytes(KEY_BYTES))  # a copy of a part that is known asks nobody for its root
+_LEARN = 32  # headers decoded between two checkpoints
 
 
-@dataclass(slots=True, eq=False)
-class Copy:
-    """One copy to make.
+async def copy_batch(
+    core: Core, batch: Sequence[Copy], turns: Sequence[Turn], *, patient: bool = True
+) -> int:
+    """Copy parts of one tier to one other; engine-owned. ``copy.made`` tells what became of each.
 
-    Attributes:
-        stored: What is copied.
-        space: Its space.
-        source: Memory tier it is in.
-        target: Tier it goes to.
-        demote: Set if the source copy goes away afterwards.
-        settled: Whether it was made, or was given up.
-    """
-
-    stored: StoredPart
-    space: Space
-    source: int
-    target: int
-    demote: Demote | None = None
-    settled: bool = False
-
-
-class _Job(NamedTuple):
-    """A copy that has room in the target: its number in the batch, its frame, and its new home."""
-
-    number: int
-    copy: Copy
-    frame: memoryview
-    room: Buffer | None  # None: the frame is written as it is
-    source: Buffer
-
-
-class _Prepared(NamedTuple):
-    number: int
-    stored: StoredPart
-    buffer: Buffer
-
-
-async def copy_batch(core: Core, batch: Sequence[Copy]) -> int:
-    """Copy parts of one tier to one other; engine-owned.
+    Args:
+        core: Tiers, decisions, memory and threads.
+        batch: Copies with the same source and target, all promotions or none.
+        turns: Whose turn it is on each tier.
+        patient: False for a promotion: it does not wait for staging memory.
 
     Returns:
         How many had room in the target and were not copied nevertheless.
     """
-    source, target = core.levels[batch[0].source], core.levels[batch[0].target]
-    reservation = _reserve(core, batch, target)
-    left = {i for i, o in enumerate(reservation.outcomes) if o.generation}
-    slices: list[Buffer] = []
-    damaged: list[StoredPart] = []
-    hopeless = False
-    try:
-        jobs = await _jobs(core, batch, sorted(left), source, target, slices)
-        prepared, damaged = await core.workers.run(_prepare, core, jobs, target)
-        items = [WriteItem(p.stored, p.buffer) for p in prepared]
-        results = await core.write(target, items) if items else []
-        for ready, result in zip(prepared, results, strict=True):
-            if result.status is IoStatus.OK:
-                left.discard(ready.number)
-                core.commit(target, reservation.id, [ready.number], [ready.stored])
-    except CapacityError:
-        hopeless = True  # a frame larger than all staging memory can never be encoded anew
-    finally:
-        if left:
-            core.rollback(reservation.id, sorted(left), SkipReason.CLOSED)
-        for piece in slices:
-            piece.release()
-    for stored in damaged:
-        core.damaged(stored.part, source.index, stored.generation, "checksum")
-    hopeless = hopeless or target.failures >= _HOPELESS
-    _leave_source(core, batch, reservation, target, hopeless=hopeless)
-    return len(left)
+    return await _Batch(core, batch, turns).run(patient=patient)
 
 
-def most_bytes(core: Core, copy: Copy, target: Level) -> int:
-    """Most bytes that the copy may take in the target."""
-    if core.levels[copy.source].chain == target.chain:
-        return copy.stored.nbytes
-    bound = core.pipeline(copy.space, target).max_bytes(split_part(copy.stored.part)[1])
-    return max(bound, copy.stored.nbytes)
+class _Placed(NamedTuple):
+    """A verified frame and the buffer that it is in."""
+
+    frame: Frame
+    header: Header
+    buffer: Buffer
 
 
-def _reserve(core: Core, batch: Sequence[Copy], target: Level) -> Reservation:
-    items = []
-    for copy in batch:
-        stored = copy.stored
-        group = split_part(stored.part)[1]
-        same = core.levels[copy.source].chain == target.chain
-        items.append(
-            StoreItem(
-                part=stored.part,
-                parent=part_id(stored.parent, group) if stored.parent is not None else None,
-                root=stored.root,
-                nbytes=target.backend.charge(most_bytes(core, copy, target)),
-                exact=stored.exact,
-                lossless=stored.lossless and (same or core.pipeline(copy.space, target).lossless),
-            )
-        )
-    source = core.levels[batch[0].source]
-    reservation = core.reserve(target, items, tenant=batch[0].stored.tenant, source=source)
-    skipped = [o.skip for o in reservation.outcomes if o.skip is not None]
-    for reason in set(skipped):
-        core.observer.skipped(tier=target.name, reason=reason.value, parts=skipped.count(reason))
-    return reservation
+class _Batch:
+    """One batch on its way."""
 
+    def __init__(self, core: Core, copies: Sequence[Copy], turns: Sequence[Turn]) -> None:
+        self._core = core
+        self._copies = copies
+        self._source = core.levels[copies[0].source]
+        self._target = core.levels[copies[0].target]
+        self._turns = turns
+        self._reservation: Reservation
+        self._open: set[int] = set()
+        self._rooms: list[Buffer] = []
+        self._bad: list[tuple[Copy, IoResult | None]] = []
 
-async def _jobs(
-    core: Core,
-    batch: Sequence[Copy],
-    numbers: Sequence[int],
-    source: Level,
-    target: Level,
-    slices: list[Buffer],
-) -> list[_Job]:
-    """Find the source frames, which the reservation holds, and memory to encode them in."""
-    assert source.memory is not None
-    found = []
-    for number in numbers:
-        stored = batch[number].stored
-        buffer = source.memory.borrow(stored.part, stored.generation)
-        if buffer is not None:  # else a newer one took its place, and is queued itself
-            found.append((number, batch[number], buffer))
-    if source.chain != target.chain:
-        slices += await stage(
-            core.staging, [most_bytes(core, copy, target) for _, copy, _ in found]
-        )
-    rooms: list[Buffer | None] = list(slices) or [None] * len(found)
-    return [
-        _Job(number, copy, buffer.memory, room, buffer)
-        for (number, copy, buffer), room in zip(found, rooms, strict=True)
-    ]
-
-
-def _prepare(
-    core: Core, jobs: Sequence[_Job], target: Level
-) -> tuple[list[_Prepared], list[StoredPart]]:
-    """Verify each source frame and, where the chains differ, encode it anew. In a thread."""
-    good: list[_Prepared] = []
-    bad: list[StoredPart] = []
-    for number, copy, frame, room, source in jobs:
-        stored = copy.stored
-        identity = (copy.space, stored.part, stored.generation, stored.root)
+    async def run(self, *, patient: bool) -> int:
+        core = self._core
+        await self._learn()
+        self._reservation = self._reserve()
+        self._open = {i for i, o in enumerate(self._reservation.outcomes) if o.generation}
+        hopeless = False
         try:
-            header = open_frame(frame, *identity)
-            verify(header, frame)
-            if room is None:
-                good.append(_Prepared(number, stored, source))
-                continue
-            done = core.pipeline(copy.space, target).transcode(header, frame, room.memory)
-            header = open_frame(room.memory[: done.nbytes], *identity)
+            frames = [Frame(i, self._copies[i]) for i in sorted(self._open)]
+            frames = await self._lay_out(await self._directly(frames), patient=patient)
+            frames = await self._read(frames)
+            placed = await core.workers.run(self._reform, frames) if frames else []
+            await self._write(placed)
+        except CapacityError:
+            hopeless = True  # a frame larger than all staging memory can never be encoded anew
+        finally:
+            if self._open:
+                core.rollback(self._reservation.id, sorted(self._open), SkipReason.CLOSED)
+            for room in self._rooms:
+                room.release()
+        self._tell()
+        self._leave_source(hopeless=hopeless or self._target.failures >= _HOPELESS)
+        return len(self._open)
+
+    async def _learn(self) -> None:
+        """Find the space of what is to be encoded anew, as far as its header is at hand.
+
+        Of parts on a medium nothing is known before they were read: what they may take is then
+        the most that a frame of any known space may.
+        """
+        if not recodes(self._source, self._target):
+            return
+        for number, copy in enumerate(self._copies):
+            header = self._header_of(copy) if copy.space is None else None
+            if header is not None:
+                copy.space = self._core.spaces.get(header.space)
+            if number % _LEARN == _LEARN - 1:
+                await asyncio.sleep(0)
+
+    def _header_of(self, copy: Copy) -> Header | None:
+        memory, resident = self._source.memory, self._source.resident
+        if resident is not None:
+            found = resident.borrow(copy.part, copy.generation)
+            return None if found is None else found.header
+        buffer = memory.borrow(copy.part, copy.generation) if memory is not None else None
+        if buffer is None:
+            return None
+        try:
+            return decode_header(buffer.memory)
         except CodecError:
-            bad.append(stored)
+            return None  # found out again, and told, when it is verified
+
+    def _reserve(self) -> Reservation:
+        core, source, target = self._core, self._source, self._target
+        # what is known of a part already is not asked for again: only the bytes count
+        items = [
+            StoreItem(
+                part=copy.part,
+                parent=copy.parent,
+                root=copy.root or _NO_ROOT,
+                nbytes=target.backend.charge(most_bytes(core, copy, target)),
+            )
+            for copy in self._copies
+        ]
+        promotion = self._copies[0].promotion
+        reservation = core.reserve(target, items, source=source, demand=not promotion)
+        skipped = [o.skip for o in reservation.outcomes if o.skip is not None]
+        for reason in set(skipped) if not promotion else ():
+            core.observer.skipped(
+                tier=target.name, reason=reason.value, parts=skipped.count(reason)
+            )
+        return reservation
+
+    async def _directly(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Copy what a medium and a device can copy between themselves; the rest is returned."""
+        way = Direct.between(self._core, self._source, self._target, self._turns)
+        if way is None or not frames:
+            return list(frames)
+        try:
+            return await way.copy(frames)
+        finally:
+            self._bad += way.bad
+            self._publish(way.arrived)
+
+    async def _lay_out(self, wanted: Sequence[Frame], *, patient: bool) -> list[Frame]:
+        """Find memory for what is read and for what is changed: staging in one acquisition."""
+        source, target = self._source, self._target
+        frames: list[Frame] = []
+        for frame in wanted:
+            copy = frame.copy
+            if source.memory is not None:
+                frame.where = source.memory.borrow(copy.part, copy.generation)
+                if frame.where is None:
+                    continue  # a newer one took its place, and is queued itself
+            elif target.memory is not None and not recodes(source, target):
+                frame.where = target.memory.allocate(copy.nbytes)
+                if frame.where is None:
+                    break  # the memory is in pieces: the tail has no room after all
+                self._rooms.append(frame.where)
+                frame.landed = True
+            frames.append(frame)
+        reads = [f for f in frames if f.where is None]
+        outs = frames if source.chain != target.chain else []  # these become something else
+        sizes = [page_round(f.copy.nbytes) for f in reads]
+        sizes += [most_bytes(self._core, f.copy, target) for f in outs]
+        if patient:
+            slices = await stage(self._core.staging, sizes, background=True)
         else:
-            good.append(_Prepared(number, stored_part(header), room))
-    return good, bad
+            slices = stage_nowait(self._core.staging, sizes) or []
+            if sizes and not slices:
+                return []
+        self._rooms += slices
+        for frame, room in zip(reads, slices[: len(reads)], strict=True):
+            frame.where = room
+        for frame, room in zip(outs, slices[len(reads) :], strict=True):
+            frame.out = room
+        return frames
 
+    async def _read(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Read from a tier that cannot be addressed; what could not be read is left out."""
+        core, source = self._core, self._source
+        if source.memory is not None or not frames:
+            return list(frames)
+        frames = await self._check(frames)
+        requests, into = [], []
+        for frame in frames:
+            assert frame.where is not None
+            size = page_round(frame.copy.nbytes)
+            requests.append(ReadRequest(frame.copy.part, frame.copy.generation, 0, size))
+            into.append(frame.where.padded[:size])
+        async with self._turns[source.index].take(current_lane()):
+            results = await core.read(source, requests, into)
+        good = []
+        for frame, result in zip(frames, results, strict=True):
+            if result.status is IoStatus.OK:
+                good.append(frame)
+            else:
+                self._bad.append((frame.copy, result))
+        return good
 
-def _leave_source(
-    core: Core,
-    batch: Sequence[Copy],
-    reservation: Reservation,
-    target: Level,
-    *,
-    hopeless: bool,
-) -> None:
-    """Unpublish demoted parts in the faster tier, now that the slower one has them.
+    async def _check(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Have a device verify what it holds, before it is copied out; what is bad is left out."""
+        resident = self._source.resident
+        if resident is None:
+            return list(frames)
+        good, held = [], []
+        for frame in frames:
+            found = resident.borrow(frame.copy.part, frame.copy.generation)
+            if found is not None and found.header.folded:
+                held.append((frame, found.header, found.buffer.tensor))
+            else:
+                good.append(frame)  # verified in host memory; or gone, as reading it will tell
+        sums = await sound(self._core, resident.device, [(h, tensor) for _, h, tensor in held])
+        for (frame, _, _), right in zip(held, sums, strict=True):
+            frame.checked = right
+            if right:
+                good.append(frame)
+            else:
+                self._bad.append((frame.copy, None))
+        return good
 
-    Where the slower tier has no room, or fails again and again, the part is let go: it is a cache,
-    and the faster tier must not fill up with what nobody will ever take.
-    """
-    now = core.clock()
-    for copy, outcome in zip(batch, reservation.outcomes, strict=True):
-        demote, copy.demote = copy.demote, None
-        if demote is None:
-            continue
-        core.decisions.cancel_demote([demote], now)
-        arrived = target.index in core.decisions.state(demote.part, now).tiers
-        if arrived or outcome.skip in _NO_ROOM or hopeless:
-            reason = EvictReason.DEMOTED if arrived else EvictReason.CAPACITY
-            gone = [(demote.part, demote.generation)]
-            core.free(core.decisions.dropped(gone, demote.source, reason, now))
+    def _reform(self, frames: Sequence[Frame]) -> list[_Placed]:
+        """Verify each frame and give it the form that the target wants. In a thread."""
+        placed = []
+        for frame in frames:
+            try:
+                header, buffer = reform(self._core, frame, self._target)
+            except CodecError:
+                self._bad.append((frame.copy, None))
+            else:
+                placed.append(_Placed(frame, header, buffer))
+        return placed
+
+    async def _write(self, placed: Sequence[_Placed]) -> None:
+        """Write into the target, and publish what arrived."""
+        target = self._target
+        landed = [p for p in placed if p.frame.landed]
+        going = [p for p in placed if not p.frame.landed]
+        arrived = []
+        for ready in landed:
+            assert target.memory is not None
+            if target.memory.adopt(ready.frame.stored, ready.buffer):
+                self._rooms.remove(ready.buffer)
+                arrived.append(ready.frame)
+        if going:
+            results = await self._hand_over(going)
+            arrived += [
+                p.frame for p, r in zip(going, results, strict=True) if r.status is IoStatus.OK
+            ]
+        self._publish(arrived)
+
+    async def _hand_over(self, placed: Sequence[_Placed]) -> list[IoResult]:
+        """Write into a tier that is not built in place."""
+        core, target = self._core, self._target
+        items = [WriteItem(p.frame.stored, p.buffer) for p in placed]
+        resident = target.resident
+
+        async def seal(_: Sequence[WriteItem]) -> list[IoResult]:
+            assert resident is not None
+            return await upload(core, resident, [(p.header, p.buffer) for p in placed])
+
+        try:
+            if target.memory is not None:
+                return await core.write(target, items)
+            async with self._turns[target.index].take(current_lane()):
+                return await core.write(target, items, via=seal if resident is not None else None)
+        except BaseException:
+            # cut short: what arrived nevertheless is in no book, and must go
+            for stored, _ in items:
+                name = (stored.part, stored.generation)
+                if target.memory is not None:
+                    target.memory.discard(*name)
+                elif target.resident is not None:
+                    target.resident.discard(*name)
+                else:
+                    target.doomed.append(name)
+            raise
+
+    def _publish(self, frames: Sequence[Frame]) -> None:
+        """Make copies visible in the target. Atomic: no await."""
+        if not frames:
+            return
+        numbers = [f.number for f in frames]
+        self._core.commit(self._target, self._reservation.id, numbers, [f.stored for f in frames])
+        self._open.difference_update(numbers)
+        for frame in frames:
+            frame.copy.made = True
+
+    def _tell(self) -> None:
+        """Draw the consequences of what was damaged or could not be read."""
+        core, tier = self._core, self._source.index
+        for copy, result in self._bad:
+            if result is None:
+                core.damaged(copy.part, tier, copy.generation, "checksum")
+                continue
+            group = split_part(copy.part)[1]
+            found = FoundPart(copy.part, 0, group, tier, copy.generation, copy.nbytes)
+            core.unreadable(found, result)
+
+    def _leave_source(self, *, hopeless: bool) -> None:
+        """Unpublish demoted parts in the faster tier, now that the slower one has them.
+
+        Where the slower tier has no room, or fails again and again, the part is let go: it is a
+        cache, and the faster tier must not fill up with what nobody will ever take.
+        """
+        core, now = self._core, self._core.clock()
+        for copy, outcome in zip(self._copies, self._reservation.outcomes, strict=True):
+            demote, copy.demote = copy.demote, None
+            if demote is None:
+                continue
+            core.decisions.cancel_demote([demote], now)
+            arrived = self._target.index in core.decisions.state(demote.part, now).tiers
+            if arrived or outcome.skip in _NO_ROOM or hopeless:
+                reason = EvictReason.DEMOTED if arrived else EvictReason.CAPACITY
+                gone = [(demote.part, demote.generation)]
+                core.free(core.decisions.dropped(gone, demote.source, reason, now))

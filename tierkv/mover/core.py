@@ -11,14 +11,14 @@ from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.device import Devices
 from tierkv.errors import BackendError, IntegrityError
 from tierkv.frame import decode_header
-from tierkv.mover.faults import FaultLog
+from tierkv.mover.traffic import Traffic
 from tierkv.pipeline import Pipeline
 from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tierkv.abc import Observer, ReadRequest, WriteItem
+    from tierkv.abc import Observer
     from tierkv.blocks import PartId
     from tierkv.buffers import Staging
     from tierkv.decisions.core import Decisions
@@ -44,7 +44,7 @@ SLICE_BYTES = 32 * 1024 * 1024
 """Most bytes copied in one worker call: what a cancelled caller may have to wait for."""
 
 PATIENCE_S = 10.0
-"""A write to a medium that takes longer is waited for by no store: the tier hangs."""
+"""Seconds without an answer after which a tier is taken to hang, if nothing else is set."""
 
 
 def stored_part(header: Header) -> StoredPart:
@@ -74,8 +74,13 @@ def derivation(header: Header) -> str:
     return "" if _is_lossless(header) else "lossy-codec"
 
 
-class Core:
-    """Decisions joined to backends: frees what was dropped, times and counts every batch."""
+class Core(Traffic):
+    """Decisions joined to backends: frees what was dropped, times and counts every batch.
+
+    Attributes:
+        bytes_copied: Bytes copied into callers' views by loads.
+        bytes_gathered: Bytes copied out of callers' views by stores.
+    """
 
     def __init__(
         self,
@@ -88,36 +93,30 @@ class Core:
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
         verify_host: bool = True,
+        timeout: float = PATIENCE_S,
     ) -> None:
-        self.decisions = decisions
+        super().__init__(
+            decisions=decisions, workers=workers, observer=observer, clock=clock, timeout=timeout
+        )
         self.levels = tuple(levels)
-        self.workers = workers
         self.staging = staging
-        self.observer = observer
-        self.clock = clock
         self.wall = wall
         self.verify_host = verify_host
         self.window_bytes = max(min(staging.limit // 4, 2 * SLICE_BYTES), 1)
         self.closing = Signal()
         self.bytes_copied = 0
+        self.bytes_gathered = 0
         self.devices = Devices()
-        self.faults = FaultLog(clock)
         self.spaces: dict[bytes, Space] = {}
         self.storing: dict[PartId, Signal] = {}
         self.peaks = [0] * len(self.levels)
-        self._reading: dict[tuple[int, PartId, int], int] = {}
-        self._plain = all(level.chain == "raw" for level in self.levels)
+        self._plain = all(level.chain == "raw" and level.candidate is None for level in self.levels)
         self._pipelines: dict[tuple[bytes, str], Pipeline] = {}
 
     @property
     def closed(self) -> bool:
         """Whether the engine is closed, or being closed."""
         return self.closing.is_set()
-
-    def hangs(self, level: Level) -> bool:
-        """Whether a write to this tier takes so long that nobody should wait for another one."""
-        oldest = next(iter(level.writing.values()), None)
-        return oldest is not None and self.clock() - oldest > PATIENCE_S
 
     def pipeline(self, space: Space, level: Level) -> Pipeline:
         """The codec chain of a tier, bound to a space."""
@@ -145,13 +144,16 @@ class Core:
     def free(self, drops: Iterable[Drop]) -> None:
         """Free the bytes of copies that the decisions forgot.
 
-        Memory is freed at once; a copy on another medium is deleted before the next write there.
+        Memory (the host's or a device's) is freed at once; a copy on another medium is deleted
+        before the next write there.
         """
         for drop in drops:
             level = self.levels[drop.tier]
             self.observer.evicted(tier=level.name, reason=drop.reason.value, nbytes=drop.nbytes)
             if level.memory is not None:
                 level.memory.discard(drop.part, drop.generation)
+            elif level.resident is not None:
+                level.resident.discard(drop.part, drop.generation)
             else:
                 level.doomed.append((drop.part, drop.generation))
 
@@ -211,42 +213,6 @@ class Core:
         """Give reserved room back; FAILED is remembered as the reason of later misses."""
         self.free(self.decisions.rollback(reservation, items, self.clock(), reason=reason))
 
-    async def purge(self, level: Level) -> None:
-        """Delete what :meth:`free` left to delete in this tier. Engine-owned callers only.
-
-        A copy that is being read is left for the next time, and so is everything if the backend
-        fails; deletes are idempotent.
-        """
-        while level.purging is not None:
-            await level.purging.wait()
-        doomed = [d for d in level.doomed if (level.index, *d) not in self._reading]
-        if not doomed:
-            return
-        gone = set(doomed)
-        level.doomed = [d for d in level.doomed if d not in gone]
-        level.purging = Signal()
-        start = self.clock()
-        failed = len(doomed)
-        try:
-            await level.backend.delete(doomed)
-            failed = 0
-        except Exception as error:
-            self.faults.raised(level.name, "delete", error)
-            raise
-        finally:
-            if failed:
-                level.doomed = doomed + level.doomed
-            done, level.purging = level.purging, None
-            done.set()
-            self.observer.io(
-                tier=level.name,
-                direction="delete",
-                nbytes=0,
-                operations=len(doomed),
-                seconds=self.clock() - start,
-                failed=failed,
-            )
-
     def damaged(self, part: PartId, tier: int, generation: int, kind: str) -> None:
         """Forget a copy whose bytes are wrong."""
         self.observer.corrupted(tier=self.levels[tier].name, kind=kind)
@@ -269,96 +235,3 @@ class Core:
         if not passing and not self.closed:
             self.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
         return EvictReason.FAILED
-
-    # ------------------------------------------------------------------ batches
-
-    async def read(
-        self, level: Level, requests: Sequence[ReadRequest], into: Sequence[memoryview]
-    ) -> list[IoResult]:
-        """One backend read, timed; whatever the backend raises becomes a result."""
-        start = self.clock()
-        reading = [(level.index, q.part, q.generation) for q in requests]
-        for key in reading:
-            self._reading[key] = self._reading.get(key, 0) + 1
-        try:
-            results = await level.backend.read(requests, into)
-            _check_length(level, results, len(requests))
-        except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
-            results = [IoResult(IoStatus.ERROR, error)] * len(requests)
-        finally:
-            for key in reading:
-                self._reading[key] -= 1
-                if not self._reading[key]:
-                    del self._reading[key]
-        done = sum(q.length for q, r in zip(requests, results, strict=True) if _ok(r))
-        self._observe(level, "read", done, len(requests), start, results)
-        return results
-
-    async def write(self, level: Level, items: Sequence[WriteItem]) -> list[IoResult]:
-        """One backend write, timed; whatever the backend raises becomes a result."""
-        start, token = self.clock(), object()
-        level.writing[token] = start
-        names = {(item.stored.part, item.stored.generation) for item in items}
-        again: set[tuple[PartId, int]] = set()
-        try:
-            await self.purge(level)
-            # only what is being read can be left: it is not deleted now that it is wanted again
-            again = names.intersection(level.doomed)
-            level.doomed = [d for d in level.doomed if d not in again]
-            results = await level.backend.write(items)
-            _check_length(level, results, len(items))
-        except Exception as error:  # noqa: BLE001 - a third-party backend may raise anything
-            results = [IoResult(IoStatus.ERROR, error)] * len(items)
-        finally:
-            del level.writing[token]
-        for item, result in zip(items, results, strict=True):
-            if not _ok(result) and (item.stored.part, item.stored.generation) in again:
-                level.doomed.append((item.stored.part, item.stored.generation))
-        level.failures = level.failures + 1 if not any(map(_ok, results)) else 0
-        done = sum(i.stored.nbytes for i, r in zip(items, results, strict=True) if _ok(r))
-        self._observe(level, "write", done, len(items), start, results)
-        return results
-
-    async def flush(self, level: Level) -> None:
-        """Make every completed write to a tier durable. Engine-owned callers only.
-
-        Raises:
-            BackendError: if the tier refuses.
-        """
-        try:
-            await self.purge(level)
-            await level.backend.flush()
-        except BackendError as error:
-            self.faults.raised(level.name, "sync", error)
-            raise
-        except Exception as error:
-            self.faults.raised(level.name, "sync", error)
-            raise BackendError(level.name, f"cannot sync: {error!r}") from error
-
-    def _observe(
-        self,
-        level: Level,
-        direction: str,
-        nbytes: int,
-        operations: int,
-        start: float,
-        results: Sequence[IoResult],
-    ) -> None:
-        self.faults.results(level.name, direction, results)
-        self.observer.io(
-            tier=level.name,
-            direction=direction,
-            nbytes=nbytes,
-            operations=operations,
-            seconds=self.clock() - start,
-            failed=sum(not _ok(r) for r in results),
-        )
-
-
-def _ok(result: IoResult) -> bool:
-    return result.status is IoStatus.OK
-
-
-def _check_length(level: Level, results: Sequence[IoResult], wanted: int) -> None:
-    if len(results) != wanted:
-        raise BackendError(level.name, f"{len(results)} results came back for {wanted} items")

@@ -1,12 +1,15 @@
 """Whole-frame reads from tiers that the engine cannot address, each made once for all readers.
 
 A *flight* is one such read. It belongs to the engine: readers join and leave (or are cancelled)
-as they like. Its bytes land in staging memory or, where the fast tier has room, directly in that
-tier, so that the part is promoted without a further copy.
+as they like. Its bytes land in staging memory or, where the fastest memory tier above their own
+has room, directly in that tier, so that the part is promoted without a further copy. What is
+promoted is verified here, before it is published; what landed in staging memory is verified by
+the first reader, just before the copy that its reading is for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -15,14 +18,15 @@ from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
 from tierkv.errors import ClosedError, CodecError, TierKVError
 from tierkv.frame import page_round
 from tierkv.mover.core import INLINE_BYTES, stored_part
+from tierkv.mover.reforming import longest
 from tierkv.mover.staged import Slice, stage
 from tierkv.pipeline import open_frame, verify
 from tierkv.workers import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from tierkv.abc import Buffer, IoResult
+    from tierkv.abc import Buffer, IoResult, StoredPart
     from tierkv.blocks import BlockKey, PartId
     from tierkv.decisions.types import FoundPart
     from tierkv.frame import Header
@@ -54,21 +58,36 @@ class Flight:
 
     Attributes:
         wanted: What is read.
+        number: Greater than that of every flight that was started before.
         landed: Set when the read is over, well or not.
+        checked: Whether the bytes were verified.
         demand: Whether somebody waits for it, so that it is worth reading even without room in
-            the fast tier.
+            a faster tier.
         users: Who has joined and not left.
-        frame: The verified bytes, or None.
-        header: Their header, or None.
-        failure: Why there are none, if they turned out bad.
+        frame: The bytes, or None.
+        header: Their header, once it was opened.
+        failure: Why there are no bytes, or no good ones.
     """
 
-    __slots__ = ("_slice", "demand", "failure", "frame", "header", "landed", "users", "wanted")
+    __slots__ = (
+        "_slice",
+        "checked",
+        "demand",
+        "failure",
+        "frame",
+        "header",
+        "landed",
+        "number",
+        "users",
+        "wanted",
+    )
 
-    def __init__(self, wanted: Wanted, *, demand: bool) -> None:
+    def __init__(self, wanted: Wanted, number: int, *, demand: bool) -> None:
         self.wanted = wanted
+        self.number = number
         self.landed = Signal()
         self.demand = demand
+        self.checked = False
         self.users = 1
         self.frame: memoryview | None = None
         self.header: Header | None = None
@@ -94,11 +113,19 @@ class Flight:
 
 
 class Fetcher:
-    """Starts flights and lets readers share them."""
+    """Starts flights and lets readers share them.
+
+    Attributes:
+        promoted: Called with parts that were just verified, the tier that they are in, and their
+            space, where a tier in a device's memory stands above that tier: for bringing them
+            there. None: nobody does.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self.promoted: Callable[[Level, Sequence[StoredPart], Space], None] | None = None
         self._flights: dict[tuple[PartId, int, int], Flight] = {}
+        self._started = 0
 
     def __repr__(self) -> str:
         return f"<Fetcher: {len(self._flights)} flights>"
@@ -107,6 +134,27 @@ class Fetcher:
     def in_flight(self) -> int:
         """Reads under way."""
         return len(self._flights)
+
+    def lands(self, source: Level) -> Level | None:
+        """The fastest memory tier above ``source``: where its parts land when they are read."""
+        above = self._core.levels[: source.index]
+        return next((level for level in above if level.memory is not None), None)
+
+    def wanted_above(self, level: Level) -> bool:
+        """Whether parts of this tier are worth :meth:`offer`-ing."""
+        if self.promoted is None:
+            return False
+        return any(above.resident is not None for above in self._core.levels[: level.index])
+
+    def offer(self, level: Level, parts: Sequence[StoredPart], space: Space) -> None:
+        """Tell of verified parts of a tier that a device's tier may want to have."""
+        if self.promoted is not None and parts and self.wanted_above(level):
+            self.promoted(level, parts, space)
+
+    def flying(self, found: FoundPart) -> int:
+        """Number of the flight that reads this very copy; 0 if it is not being read."""
+        flight = self._flights.get((found.part, found.generation, found.tier))
+        return 0 if flight is None else flight.number
 
     def join(self, wanted: Sequence[Wanted], *, demand: bool = True) -> list[Flight]:
         """Join the flight of each part, starting one batch per tier for those not under way.
@@ -126,7 +174,8 @@ class Fetcher:
             key = (want.found.part, want.found.generation, want.found.tier)
             flight = self._flights.get(key)
             if flight is None:
-                flight = self._flights[key] = Flight(want, demand=demand)
+                self._started += 1
+                flight = self._flights[key] = Flight(want, self._started, demand=demand)
                 fresh.setdefault(want.found.tier, []).append(flight)
             else:
                 flight.users += 1
@@ -157,7 +206,8 @@ class Fetcher:
     async def _fly(self, level: Level, flights: list[Flight]) -> None:
         promotion: _Promotion | None = None
         try:
-            promotion = _Promotion(self._core, level, flights)
+            promotion = _Promotion(self, level, flights)
+            await asyncio.sleep(0)  # a batch in one go would hold up the loop for milliseconds
             # what was prefetched and finds no room worth taking is not read
             wanted = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
             await self._read(level, wanted, promotion)
@@ -168,17 +218,15 @@ class Fetcher:
         except Exception:  # noqa: BLE001 - whatever a plug-in does, whoever waits must hear of it
             _log.exception("tier %s: a fetch of %d frames failed", level.name, len(flights))
         finally:
-            # also on cancellation (engine closing): nothing unverified stays in reach
-            for flight in flights:
-                if flight.header is None:
-                    flight.frame = None
+            # also on cancellation (engine closing): nothing is left in a tier half published
             if promotion is not None:
                 promotion.abandon()
             self._finish(flights)
 
     async def _read(self, level: Level, flights: Sequence[Flight], promotion: _Promotion) -> None:
         staged = [f for f in flights if promotion.buffer_of(f) is None]
-        slices = await stage(self._core.staging, [f.wanted.found.nbytes for f in staged])
+        sizes = [longest(level, f.wanted.found.nbytes) for f in staged]
+        slices = await stage(self._core.staging, sizes)
         for flight, piece in zip(staged, slices, strict=True):
             flight._slice = piece
         into: list[memoryview] = []
@@ -187,12 +235,13 @@ class Fetcher:
             found = flight.wanted.found
             buffer = promotion.buffer_of(flight) or flight._slice
             assert buffer is not None
-            size = page_round(found.nbytes)
+            size = page_round(buffer.nbytes)
             requests.append(ReadRequest(found.part, found.generation, 0, size))
             into.append(buffer.padded[:size])
         if requests:
             results = await self._core.read(level, requests, into)
-            await self._check(flights, into, results)
+            await self._check(flights, into, results, promotion)
+            await asyncio.sleep(0)
         promotion.settle()
 
     async def _check(
@@ -200,26 +249,32 @@ class Fetcher:
         flights: Sequence[Flight],
         into: Sequence[memoryview],
         results: Sequence[IoResult],
+        promotion: _Promotion,
     ) -> None:
+        """Keep what was read; verify what is going to be published."""
+        core = self._core
         good = []
         for flight, memory, result in zip(flights, into, results, strict=True):
             found = flight.wanted.found
-            if result.status is IoStatus.OK:
-                good.append((flight, memory[: found.nbytes]))
+            if result.status is not IoStatus.OK:
+                flight.failure = core.unreadable(found, result)
+                continue
+            core.bytes_copied += found.nbytes
+            if promotion.buffer_of(flight) is None:
+                flight.frame = memory
             else:
-                flight.failure = self._core.unreadable(found, result)
+                good.append((flight, memory))
         if sum(len(memory) for _, memory in good) < INLINE_BYTES:
             checked = _verify_all(good)
         else:
-            checked = await self._core.workers.run(_verify_all, good)
+            checked = await core.workers.run(_verify_all, good)
         for (flight, memory), header in zip(good, checked, strict=True):
             found = flight.wanted.found
             if isinstance(header, CodecError):
                 flight.failure = EvictReason.DAMAGED
-                self._core.damaged(found.part, found.tier, found.generation, "checksum")
+                core.damaged(found.part, found.tier, found.generation, "checksum")
             else:
-                flight.header = header
-                flight.frame = memory
+                flight.header, flight.frame, flight.checked = header, memory, True
 
 
 def _verify_all(frames: Sequence[tuple[Flight, memoryview]]) -> list[Header | CodecError]:
@@ -239,32 +294,34 @@ def _verify_all(frames: Sequence[tuple[Flight, memoryview]]) -> list[Header | Co
 
 
 class _Promotion:
-    """Room in the fastest tier for parts that are being read, published once verified."""
+    """Room in a memory tier for parts that are being read, published once verified."""
 
-    def __init__(self, core: Core, source: Level, flights: Sequence[Flight]) -> None:
-        self._core = core
+    def __init__(self, fetcher: Fetcher, source: Level, flights: Sequence[Flight]) -> None:
+        self._fetcher = fetcher
+        self._core = core = fetcher._core
         self._open: dict[Flight, tuple[int, Buffer]] = {}
         self._reservation = 0
-        target = core.levels[0].memory
-        if target is None or source.index == 0 or not flights:
+        level = fetcher.lands(source)
+        if level is None or level.memory is None or not flights:
             return
-        self._target = target
+        self._level, self._target = level, level.memory
+        target = level.memory
         items = [
             StoreItem(
                 f.wanted.found.part,
                 f.wanted.parent,
                 f.wanted.root,
-                target.charge(f.wanted.found.nbytes),
+                target.charge(longest(source, f.wanted.found.nbytes)),
             )
             for f in flights
         ]
-        reserved = core.reserve(core.levels[0], items, demand=False, source=source)
+        reserved = core.reserve(level, items, demand=False, source=source)
         self._reservation = reserved.id
         refused = []
         for index, (flight, outcome) in enumerate(zip(flights, reserved.outcomes, strict=True)):
             if not outcome.generation:
                 continue
-            buffer = target.allocate(flight.wanted.found.nbytes)
+            buffer = target.allocate(longest(source, flight.wanted.found.nbytes))
             if buffer is None:
                 refused.append(index)
             else:
@@ -288,10 +345,12 @@ class _Promotion:
             if not self._target.adopt(stored, buffer):
                 self._undo(flight, index, buffer)
                 continue
-            drops = core.commit(core.levels[0], self._reservation, [index], [stored])
-            if any(drop.part == stored.part and drop.tier == 0 for drop in drops):
+            drops = core.commit(self._level, self._reservation, [index], [stored])
+            if any(d.part == stored.part and d.tier == self._level.index for d in drops):
                 # replaced while it was read: its memory is free again, nobody may look at it
                 flight.header = flight.frame = None
+            else:
+                self._fetcher.offer(self._level, [stored], flight.wanted.space)
 
     def abandon(self) -> None:
         """Give back what was not published. Atomic, idempotent."""

@@ -1,101 +1,51 @@
 """Layer-wise loads: a layer is yielded as soon as it is verified and in place.
 
 One backend call per layer and tier (a layer larger than the staging window, or of more than
-:data:`BATCH_PARTS` parts, takes several). The next layer is on its way while the caller computes
-with the one it was given.
+:data:`BATCH_PARTS` parts, takes several). The next layers are on their way while the caller
+computes with the one it was given: :data:`LAYERS_AHEAD` of them, as far as staging memory that
+nobody else waits for allows. The view itself is written only while the caller waits for a layer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tierkv.abc import IoStatus, ReadRequest
+from tierkv.abc import IoStatus
 from tierkv.decisions.types import EvictReason
-from tierkv.errors import CapacityError, ClosedError, CodecError, LoadIncomplete
-from tierkv.frame import ALIGN, header_bytes, page_round
+from tierkv.errors import BackendError, CapacityError, ClosedError, CodecError, LoadIncomplete
 from tierkv.mover.core import INLINE_BYTES, derivation
 from tierkv.mover.find import tokens_by_tier
+from tierkv.mover.landing import decoding_room
+from tierkv.mover.ranges import BATCH_PARTS, LAYERS_AHEAD, Reader, Source
+from tierkv.mover.scattering import (
+    Arrived,
+    Order,
+    arrived_on,
+    coded_bytes,
+    examine,
+    send,
+    submit_folds,
+    write,
+    wrong_folds,
+)
 from tierkv.mover.slices import sliced
-from tierkv.pipeline import deliver, layer_range, open_frame, verify
+from tierkv.mover.submitted import outlast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.abc import Buffer, IoResult
     from tierkv.decisions.types import FoundPart
-    from tierkv.frame import Header
     from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
     from tierkv.mover.load import LoadPlan
-    from tierkv.workers import Job
+    from tierkv.mover.ranges import Ranges
+    from tierkv.mover.submitted import Sent
 
-__all__ = ["BATCH_PARTS", "LayerLoad"]
+__all__ = ["BATCH_PARTS", "LAYERS_AHEAD", "LayerLoad"]
 
-_ALIGN = 4096
 _INLINE_PARTS = 64
-BATCH_PARTS = 512
-"""Most parts of one backend call or worker call: to set up more would hold up the loop."""
-
-
-@dataclass(slots=True, eq=False)
-class _Source:
-    """One part of the prefix: its whole frame in memory, or a tier to read ranges from."""
-
-    found: FoundPart
-    frame: memoryview | None = None
-    header: Header | None = None
-
-
-_Span = tuple[_Source, int, int]
-
-
-class _Ranges:
-    """One layer's byte ranges of several parts of one tier, in staging memory."""
-
-    def __init__(self, core: Core, tier: int, spans: Sequence[_Span]) -> None:
-        self._core = core
-        self._level = core.levels[tier]
-        self._buffer: Buffer | None = None
-        self._left = False
-        self.spans = spans
-        self.results: list[IoResult] = []
-        self.memory: list[memoryview] = []
-        self.job: Job[None] = core.workers.spawn(self._read, name="fetch-layer")
-
-    async def _read(self) -> None:
-        try:
-            total = sum(high - low for _, low, high in self.spans)
-            self._buffer = await self._core.staging.acquire(total)
-            if self._left:
-                return  # nobody wants it any more
-            offset = 0
-            requests = []
-            for source, low, high in self.spans:
-                found = source.found
-                requests.append(ReadRequest(found.part, found.generation, low, high - low))
-                self.memory.append(self._buffer.memory[offset : offset + high - low])
-                offset += high - low
-            self.results = await self._core.read(self._level, requests, self.memory)
-        finally:
-            if self._left:
-                self._release()
-
-    def abandon(self) -> None:
-        """Say that nobody wants it any more; whoever waits for it still calls :meth:`leave`."""
-        self._left = True
-
-    def leave(self) -> None:
-        """Give the memory back now, or as soon as the read is over. Idempotent."""
-        self._left = True
-        if self.job.done():
-            self._release()
-
-    def _release(self) -> None:
-        self.memory = []
-        if self._buffer is not None:
-            self._buffer.release()
-            self._buffer = None
 
 
 class LayerLoad:
@@ -106,6 +56,7 @@ class LayerLoad:
     """
 
     def __init__(self, core: Core, plan: LoadPlan) -> None:
+        plan.aim(core)
         self._core = core
         self._plan = plan
         self._order = sorted(
@@ -114,34 +65,41 @@ class LayerLoad:
             for layer in group.layers
         )
         self._next = 0
-        self._ahead: list[_Ranges] | None = None
-        self._landing: list[_Ranges] = []
-        self._closed = False
-        self._sources: dict[int, list[_Source]] = {}
-        for found in plan.found.parts:
-            self._sources.setdefault(found.group, []).append(_Source(found))
+        self._landing: list[Ranges] = []
+        self._closed = self._begun = False
+        self._sources: dict[int, list[Source]] = {}
+        self._reader = Reader(core, plan, self._order, self._sources)
+
+    async def _begin(self) -> None:
+        """Note where each part is."""
+        plan = self._plan
+        async for found in sliced(plan.found.parts):
+            level = self._core.levels[found.tier]
+            held = arrived_on(plan.target.device, level, found, plan.space, plan.root)
+            header = held.header if held is not None else None
+            self._sources.setdefault(found.group, []).append(Source(found, header, held=held))
+        self._begun = True
 
     def __aiter__(self) -> LayerLoad:
         return self
 
     async def __anext__(self) -> int:
-        if self._closed:
-            raise ClosedError("the match of this layer-wise load was left")
+        self._check_open()
         if self._next == len(self._order) or self._plan.found.blocks == 0:
             self.close()
             raise StopAsyncIteration
         layer, group = self._order[self._next]
         try:
             with self._plan.lease:
+                if not self._begun:
+                    await self._begin()
+                await self._reader.depart(self._next)
                 await self._load(layer, group)
-            if self._closed:
-                raise ClosedError("the match of this layer-wise load was left")
+            self._check_open()
+            self._reader.opened(group)
             self._next += 1
             if self._next < len(self._order):
-                staging = self._core.staging
-                # a consumer may take its time with a layer: it must not starve other loads
-                if 2 * staging.used <= staging.limit:
-                    self._ahead = await self._depart(*self._order[self._next])
+                await self._reader.depart(self._next, asked=False)
             else:
                 self._finish()
         except BaseException:
@@ -159,154 +117,181 @@ class LayerLoad:
         self._closed = True
         for ranges in self._landing:
             ranges.abandon()
-        if self._ahead is not None:
-            for ranges in self._ahead:
-                ranges.leave()
-            self._ahead = None
+        self._reader.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the match of this layer-wise load was left")
 
     # ------------------------------------------------------------------ one layer
 
     async def _load(self, layer: int, group: int) -> None:
-        sources = self._sources.get(group, [])
-        batches, self._ahead = self._ahead, None
-        if batches is None:
-            batches = await self._depart(layer, group)
-        self._landing = batches
+        batches = self._landing = self._reader.take()
         try:
-            await self._in_memory(layer, sources)
+            await self._in_memory(layer, self._sources.get(group, []))
             for ranges in batches:
-                try:
-                    await ranges.job.wait()
-                except CapacityError as error:
-                    raise LoadIncomplete(layer, str(error)) from error
-                if self._closed:
-                    raise ClosedError("the match of this layer-wise load was left")
-                await self._land(layer, ranges)
+                await self._arrive(layer, ranges)
+                again = ranges.missed(layer)
+                if again:  # behind the others, which have what they need already
+                    gone = {id(source) for source, _, _ in again}
+                    self._reader.drop()
+                    batches += await self._reader.start(layer, again) or ()
+                    await self._land(layer, ranges, gone)
+                else:
+                    await self._land(layer, ranges, set())
                 ranges.leave()  # now, not at the end: the next ones may wait for this memory
         finally:
             self._landing = []
             for ranges in batches:
                 ranges.leave()
 
-    async def _depart(self, layer: int, group: int) -> list[_Ranges]:
-        """Start reading one layer from every tier that the engine cannot address."""
+    async def _arrive(self, layer: int, ranges: Ranges) -> None:
+        if not await self._core.landed(ranges.level, ranges.job.ended):
+            raise LoadIncomplete(layer, f"tier {ranges.level.name!r} does not answer")
+        try:
+            await ranges.job.wait()
+        except CapacityError as error:
+            raise LoadIncomplete(layer, str(error)) from error
+        self._check_open()
+
+    async def _in_memory(self, layer: int, sources: Sequence[Source]) -> None:
         core = self._core
-        bound = self._bound(layer, group)
-        full: list[tuple[int, list[_Span]]] = []
-        open_: dict[int, tuple[list[_Span], int]] = {}  # by tier: the batch being filled, its bytes
-        async for source in sliced(self._sources.get(group, ())):
-            tier = source.found.tier
-            if core.levels[tier].memory is not None:
-                continue
-            low, high = self._range(source, layer, bound)
-            batch, size = open_.get(tier, ([], 0))
-            if batch and (size + high - low > core.window_bytes or len(batch) == BATCH_PARTS):
-                full.append((tier, batch))
-                batch, size = [], 0
-            batch.append((source, low, high))
-            open_[tier] = batch, size + high - low
-        if self._closed:
-            raise ClosedError("the match of this layer-wise load was left")
-        full += [(tier, batch) for tier, (batch, _) in open_.items()]
-        return [_Ranges(core, tier, batch) for tier, batch in full]
-
-    def _bound(self, layer: int, number: int) -> int:
-        """Bytes at the start of a frame that are sure to hold this layer, whatever its codecs.
-
-        Layers stand in the order of the layout, which need not be that of their numbers; no
-        section is longer than its raw bytes and its alignment.
-        """
-        group, tokens = self._plan.space.layout.groups[number], self._plan.space.block_tokens
-        bound = header_bytes(group)
-        for entry in group.layers:
-            bound += sum(group.section_bytes(t, tokens) + ALIGN for t in entry.tensors)
-            if entry.index == layer:
-                break
-        return page_round(bound)
-
-    @staticmethod
-    def _range(source: _Source, layer: int, bound: int) -> tuple[int, int]:
-        """Page-aligned byte range to read; the first one of a part brings its header along."""
-        whole = page_round(source.found.nbytes)
-        if source.header is None:
-            return 0, min(bound, whole)
-        low, high = layer_range(source.header, layer)
-        return low // _ALIGN * _ALIGN, min(page_round(high), whole)
-
-    async def _in_memory(self, layer: int, sources: Sequence[_Source]) -> None:
-        core = self._core
-        ready: list[tuple[_Source, memoryview, int]] = []
+        ready: list[tuple[Source, Arrived]] = []
         for source in sources:
             if len(ready) == BATCH_PARTS:
-                await self._deliver(layer, ready, verified=not core.verify_host)
+                await self._deliver(layer, ready)
                 ready = []
                 await asyncio.sleep(0)
             found = source.found
-            memory = core.levels[found.tier].memory
-            if memory is None:
-                continue
-            if source.frame is None:
-                buffer = memory.borrow(found.part, found.generation)
-                if buffer is None:
-                    core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
-                    raise LoadIncomplete(layer, "a block vanished from memory")
-                source.frame = buffer.memory
-            ready.append((source, source.frame, 0))
-        await self._deliver(layer, ready, verified=not core.verify_host)
+            level = core.levels[found.tier]
+            if source.held is not None:
+                ready.append((source, source.held))
+            elif level.memory is not None:
+                if source.frame is None:
+                    source.frame = self._borrow(layer, level, found)
+                checked = not core.verify_host
+                part = Arrived(found, source.frame, header=source.header, checked=checked)
+                ready.append((source, part))
+        await self._deliver(layer, ready)
 
-    async def _land(self, layer: int, ranges: _Ranges) -> None:
+    def _borrow(self, layer: int, level: Level, found: FoundPart) -> memoryview:
+        assert level.memory is not None
+        buffer = level.memory.borrow(found.part, found.generation)
+        if buffer is None:
+            self._core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
+            raise LoadIncomplete(layer, "a block vanished from memory")
+        return buffer.memory
+
+    async def _land(self, layer: int, ranges: Ranges, without: set[int]) -> None:
         ready = []
         for (source, low, _), memory, result in zip(
             ranges.spans, ranges.memory, ranges.results, strict=True
         ):
-            found = source.found
             if result.status is not IoStatus.OK:
-                self._core.unreadable(found, result)
+                self._core.unreadable(source.found, result)
                 raise LoadIncomplete(layer, f"tier read: {result.status.value}")
-            ready.append((source, memory, low))
-        await self._deliver(layer, ready, verified=False)
+            if id(source) not in without:
+                ready.append((source, Arrived(source.found, memory, low, header=source.header)))
+        await self._deliver(layer, ready)
 
-    async def _deliver(
-        self, layer: int, ready: Sequence[tuple[_Source, memoryview, int]], *, verified: bool
-    ) -> None:
+    # ------------------------------------------------------------------ into the view
+
+    async def _deliver(self, layer: int, ready: Sequence[tuple[Source, Arrived]]) -> None:
+        """Verify and write one layer of several parts; nothing is on its way afterwards."""
         if not ready:
             return
+        core = self._core
         group = self._plan.space.layout.groups[ready[0][0].found.group]
-        nbytes = sum(s.found.nbytes for s, _, _ in ready) // len(group.layers)
-        if nbytes < INLINE_BYTES and len(ready) <= _INLINE_PARTS:
-            bad = self._copy(layer, ready, verified)
-        else:
-            bad = await self._core.workers.run(self._copy, layer, ready, verified)
-        self._core.bytes_copied += nbytes
+        nbytes = sum(s.found.nbytes for s, _ in ready) // len(group.layers)
+        small = nbytes < INLINE_BYTES and len(ready) <= _INLINE_PARTS
+        parts = [part for _, part in ready]
+        sent: list[Sent] = []
+        room = buffer = None
+        try:
+            bad = await self._fold(layer, parts, small, sent)
+            if bad is None:
+                call = (layer, ready, sent)
+                bad = self._work(*call) if small else await core.workers.run(self._work, *call)
+            coded = 0 if bad is not None or not self._away else coded_bytes(parts, (layer,))
+            if coded:
+                room, buffer = decoding_room(core.staging, coded)
+                bad = await core.workers.run(self._send, layer, parts, room, sent)
+            self._touch(parts, sent)
+            await outlast(sent)
+        except BackendError as error:
+            raise LoadIncomplete(layer, str(error)) from error
+        finally:
+            try:
+                with suppress(BackendError):  # the first failure is told, and it is logged
+                    await outlast(sent)
+            finally:
+                if buffer is not None:
+                    buffer.release()
+        core.bytes_copied += nbytes
         if bad is not None:
-            self._core.damaged(bad.part, bad.tier, bad.generation, "checksum")
+            core.damaged(bad.part, bad.tier, bad.generation, "checksum")
             raise LoadIncomplete(layer, "a block is damaged")
 
-    def _copy(
-        self, layer: int, ready: Sequence[tuple[_Source, memoryview, int]], verified: bool
+    @property
+    def _away(self) -> bool:
+        return self._plan.target.device is not None
+
+    async def _fold(
+        self, layer: int, parts: Sequence[Arrived], small: bool, sent: list[Sent]
     ) -> FoundPart | None:
-        """Verify and copy one layer of several parts; return the first damaged one."""
+        """Let the device verify what is in its own memory; the first damaged part."""
+        held = [part for part in parts if part.resident is not None]
+        device = self._plan.target.device
+        if not held or device is None or not self._core.verify_host:
+            return None
+        call = (device, held, (layer,), sent)
+        if small:
+            numbers = submit_folds(*call)
+        else:
+            numbers = await self._core.workers.run(submit_folds, *call)
+        await outlast(sent)
+        sent.clear()
+        wrong = wrong_folds(held, (layer,), numbers)
+        return wrong[0].found if wrong else None
+
+    def _work(
+        self, layer: int, ready: Sequence[tuple[Source, Arrived]], sent: list[Sent]
+    ) -> FoundPart | None:
+        """Verify one layer of several parts, then write it; the first damaged one. In a thread."""
         plan = self._plan
         only = (layer,)
         found = None
         try:
-            for source, memory, base in ready:
-                found = source.found
-                if source.header is None:
-                    source.header = open_frame(
-                        memory, plan.space, found.part, found.generation, plan.root
-                    )
-                if not verified:
-                    verify(source.header, memory, only, base)
-            for source, memory, base in ready:
-                found = source.found
-                assert source.header is not None
-                start = found.block * plan.space.block_tokens
-                deliver(source.header, memory, plan.view, start, only, base)
+            for source, part in ready:
+                found = part.found
+                source.header = examine(part, plan.space, plan.root, only)
                 plan.progress.derived = plan.progress.derived or derivation(source.header)
+            parts = [part for _, part in ready]
+            if self._away:
+                return None if coded_bytes(parts, only) else self._send(layer, parts, None, sent)
+            for part in parts:
+                found = part.found
+                write(self._order_of(part), plan.view, only)
         except CodecError:
             return found
         return None
+
+    def _order_of(self, part: Arrived) -> Order:
+        return Order([part], part.found.block * self._plan.space.block_tokens)
+
+    def _send(
+        self, layer: int, parts: Sequence[Arrived], room: memoryview | None, sent: list[Sent]
+    ) -> FoundPart | None:
+        orders = [self._order_of(part) for part in parts]
+        bad = send(self._plan.target, orders, (layer,), room, sent)
+        return next(iter(bad.values())).found if bad else None
+
+    def _touch(self, parts: Sequence[Arrived], sent: Sequence[Sent]) -> None:
+        """Tell device tiers how long their frames are read."""
+        for part in parts:
+            resident = self._core.levels[part.found.tier].resident
+            if part.resident is not None and resident is not None and sent:
+                resident.touched(part.found.part, part.found.generation, sent[-1][1])
 
     def _finish(self) -> None:
         plan, progress = self._plan, self._plan.progress

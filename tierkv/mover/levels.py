@@ -2,47 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierkv.abc import MemoryBackend, ResidentBackend
+from tierkv.workers import Signal
 
 if TYPE_CHECKING:
+    import asyncio
+
     from tierkv.abc import Backend
     from tierkv.blocks import PartId
-    from tierkv.workers import Signal
+    from tierkv.mover.timing import Batch
 
 __all__ = ["Level"]
 
 
-@dataclass(slots=True)
 class Level:
     """One tier of a running engine.
 
     Attributes:
         index: Its number, fastest first.
         backend: Who holds its bytes.
-        chain: Codec chain of frames that are made for it.
         write_through: Whether new parts are copied here at once.
+        candidate: The chain that is used where it pays (codec ``"auto"``); None: the chain is
+            fixed.
         doomed: Copies that were forgotten and are still to be deleted.
         purging: Set (and not None) while they are being deleted.
         failures: Writes that failed as a whole, one after the other.
-        writing: When each write that is under way began, oldest first.
+        flying: Batches under way, oldest first.
+        progress: When a batch ended last, on the loop's clock.
+        timer: Looks after them.
+        stalled: Set while the tier is known to hang.
+        probing: Whether a probe is under way.
     """
 
-    index: int
-    backend: Backend
-    chain: str
-    write_through: bool = True
-    doomed: list[tuple[PartId, int]] = field(default_factory=list)
-    purging: Signal | None = None
-    failures: int = 0
-    writing: dict[object, float] = field(default_factory=dict)
+    __slots__ = (
+        "_chain",
+        "backend",
+        "candidate",
+        "doomed",
+        "ended",
+        "failures",
+        "flying",
+        "index",
+        "probing",
+        "progress",
+        "purging",
+        "stalled",
+        "timer",
+        "write_through",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        backend: Backend,
+        chain: str,
+        write_through: bool = True,
+        candidate: str | None = None,
+    ) -> None:
+        self.index = index
+        self.backend = backend
+        self.write_through = write_through
+        self.candidate = candidate
+        self.doomed: list[tuple[PartId, int]] = []
+        self.purging: Signal | None = None
+        self.failures = 0
+        self.flying: dict[Batch, None] = {}
+        self.progress = 0.0
+        self.ended: dict[str, float] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.stalled = Signal()
+        self.probing = False
+        self._chain = chain
+
+    def __repr__(self) -> str:
+        return f"<Level {self.index} {self.name}: {self.chain}, {len(self.flying)} batches>"
 
     @property
     def name(self) -> str:
         """Name of the tier."""
         return self.backend.name
+
+    @property
+    def chain(self) -> str:
+        """Codec chain of frames that are made for it now.
+
+        With codec ``"auto"`` it changes, but never while anything is reserved in the tier.
+        """
+        return self._chain
+
+    def take_chain(self, chain: str) -> None:
+        """Make further frames with another chain; only while nothing is reserved here."""
+        self._chain = chain
 
     @property
     def memory(self) -> MemoryBackend | None:

@@ -10,7 +10,7 @@ from tierkv.pipeline import PartLabel
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tierkv.abc import View
+    from tierkv.abc import Device, Event, View
     from tierkv.blocks import BlockKey, PartId
     from tierkv.decisions.types import SkipReason
     from tierkv.layout import Space
@@ -52,6 +52,9 @@ class StorePlan:
         session_parts: What the session refers to, if it has a quota.
         fidelity: ``"exact"``, or ``"derived:<how>"``.
         ttl: Seconds they live after their last use, or None.
+        device: Device whose memory the view is in; None: plain host memory.
+        ready: What the device has to wait for before the view can be read.
+        nbytes: Bytes of all its parts, as far as that is known beforehand.
         done: Each part and what became of it, in order.
     """
 
@@ -64,6 +67,9 @@ class StorePlan:
     session_parts: Sequence[PartId] = ()
     fidelity: str = "exact"
     ttl: float | None = None
+    device: Device | None = None
+    ready: Event | None = None
+    nbytes: int = 0
     done: list[tuple[NewPart, PartOutcome]] = field(default_factory=list)
 
     def label(self, new: NewPart, generation: int, expires: float | None) -> PartLabel:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Buffer
     from tierkv.buffers import Staging
 
-__all__ = ["Slice", "stage"]
+__all__ = ["Slice", "stage", "stage_nowait"]
 
 
 class _Slab:
@@ -51,15 +51,42 @@ class Slice:
                 slab.buffer.release()
 
 
-async def stage(staging: Staging, sizes: Sequence[int]) -> list[Slice]:
+async def stage(staging: Staging, sizes: Sequence[int], *, background: bool = False) -> list[Slice]:
     """Acquire one slice per size, waiting in line for the memory.
+
+    Args:
+        staging: Where from.
+        sizes: Bytes of each slice.
+        background: Whether everything that somebody waits for goes first.
 
     Raises:
         CapacityError: if the batch is larger than all the staging memory.
     """
     if not sizes:
         return []
-    slab = _Slab(await staging.acquire(sum(page_round(n) for n in sizes)), len(sizes))
+    return _cut(await staging.acquire(_total(sizes), background=background), sizes)
+
+
+def stage_nowait(
+    staging: Staging, sizes: Sequence[int], *, background: bool = True
+) -> list[Slice] | None:
+    """As :func:`stage`, but None where there is no memory right now.
+
+    Raises:
+        CapacityError: if the batch is larger than all the staging memory.
+    """
+    if not sizes:
+        return []
+    buffer = staging.acquire_nowait(_total(sizes), background=background)
+    return None if buffer is None else _cut(buffer, sizes)
+
+
+def _total(sizes: Sequence[int]) -> int:
+    return sum(page_round(n) for n in sizes)
+
+
+def _cut(buffer: Buffer, sizes: Sequence[int]) -> list[Slice]:
+    slab = _Slab(buffer, len(sizes))
     slices = []
     offset = 0
     for nbytes in sizes:

@@ -3,6 +3,7 @@
 from tierkv.mover.behind import FlushResult
 from tierkv.session.explaining import BlockReport
 from tierkv.session.handle import Session
+from tierkv.session.layerwise import LayerStore
 from tierkv.session.match import LoadResult, Match
 from tierkv.session.saving import BlockOutcome, StoreResult
 from tierkv.session.table import SessionInfo, SessionState, SessionTable
@@ -11,6 +12,7 @@ __all__ = [
     "BlockOutcome",
     "BlockReport",
     "FlushResult",
+    "LayerStore",
     "LoadResult",
     "Match",
     "Session",

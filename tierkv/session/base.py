@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Self
 
 from tierkv.errors import ClosedError, ConfigError, SessionBusyError
@@ -136,6 +137,29 @@ class Handle:
                 f"session {self.id!r} has a turn running: remember() belongs inside your own turn"
             )
         self.state.follow(token_ids)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Tell how long a prefill took, so that no load takes longer than recomputing.
+
+        What is learned (tokens a second, the last few prefills counting most) holds for every
+        session of the space. Tell it of prefills of some hundred tokens or more; steps of
+        decoding say nothing of the speed of prefill.
+
+        Args:
+            tokens: Tokens whose KV was computed.
+            seconds: How long that took.
+
+        Raises:
+            ConfigError: if one of them is not a positive number.
+        """
+        for name, value in (("tokens", tokens), ("seconds", seconds)):
+            number: object = value
+            if not isinstance(number, int | float) or not 0 < number < inf:
+                raise ConfigError(
+                    f"computed(): {name} must be a positive number, not {value!r:.40}"
+                )
+        core = self.runtime.core
+        core.decisions.computed(self.space.fingerprint, tokens, float(seconds), core.clock())
 
     def check_open(self) -> None:
         """Refuse to work on a handle that is not open.

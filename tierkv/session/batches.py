@@ -13,24 +13,28 @@ from tierkv.mover.load import load
 from tierkv.mover.store import store
 from tierkv.session.base import Handle
 from tierkv.session.match import Match, follow
-from tierkv.session.saving import finish_store, plan_store, replan_store
+from tierkv.session.saving import finish_store, plan_store, replan_store, source_of
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from tierkv.abc import View
+    from tierkv.abc import Event, View
     from tierkv.blocks import Media
     from tierkv.session.handle import Session
     from tierkv.session.match import LoadResult
     from tierkv.session.saving import Saving, StoreResult
     from tierkv.session.table import Runtime
 
-__all__ = ["StoreRequest", "load_many", "match_many", "store_many"]
+__all__ = ["StoreRequest", "checked", "load_many", "match_many", "store_again", "store_many"]
 
 
 class StoreRequest(NamedTuple):
-    """One store of a batch; see :meth:`tierkv.session.Session.store`."""
+    """One store of a batch; see :meth:`tierkv.session.Session.store`.
+
+    ``ready`` is an event of the view's device behind the work that fills the view; None takes what
+    the thread that runs the engine's loop has submitted when the store begins.
+    """
 
     session: Session
     token_ids: Sequence[int]
@@ -38,6 +42,7 @@ class StoreRequest(NamedTuple):
     start: int = 0
     tail: bool = False
     media: Sequence[Media] = ()
+    ready: Event | None = None
 
 
 def _in_order(sessions: Sequence[Session]) -> list[int]:
@@ -114,18 +119,20 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
         StoreRequest(*request)
         for request in _checked(requests, None, "store_many takes StoreRequest(session, ids, kv)")
     ]
-    requests = [_fitting(request) for request in requests]
+    requests = [checked(request) for request in requests]
+    sources = [source_of(core, request.kv, request.ready) for request in requests]
     held: list[Session] = []
     try:
         for number in _in_order([request.session for request in requests]):
             await requests[number].session.begin_turn()
             held.append(requests[number].session)
         savings: list[Saving] = []
-        for session, token_ids, kv, first, tail, media in requests:
-            chain, _ = await follow(session, token_ids, media)
-            savings.append(plan_store(session, chain, kv, first, tail=tail))
+        for request, source in zip(requests, sources, strict=True):
+            chain, _ = await follow(request.session, request.token_ids, request.media)
+            saving = plan_store(request.session, chain, source, request.start, tail=request.tail)
+            savings.append(saving)
         await store(core, runtime.behind, [saving.plan for saving in savings])
-        await _store_again(runtime, requests, savings)
+        await store_again(runtime, [request.session for request in requests], savings)
         results = [
             await finish_store(request.session, saving)
             for request, saving in zip(requests, savings, strict=True)
@@ -153,8 +160,13 @@ def _of(kind: type, thing: object, what: str) -> None:
         raise LayoutError(f"need {what}, not {thing!r:.80}")
 
 
-def _fitting(request: StoreRequest) -> StoreRequest:
-    """Check what can be checked before anything is done."""
+def checked(request: StoreRequest) -> StoreRequest:
+    """Check what can be checked before anything is done.
+
+    Raises:
+        ClosedError: if the session is not open.
+        LayoutError: if something does not fit.
+    """
     _of(Handle, request.session, "a session")
     session = request.session
     session.check_open()
@@ -169,15 +181,11 @@ def _fitting(request: StoreRequest) -> StoreRequest:
     return request._replace(token_ids=ids, start=start)
 
 
-async def _store_again(
-    runtime: Runtime,
-    requests: Sequence[StoreRequest],
-    savings: list[Saving],
-) -> None:
+async def store_again(runtime: Runtime, sessions: Sequence[Session], savings: list[Saving]) -> None:
     """Once more, from further ahead, where blocks have gone that a store counted on."""
     again = []
-    for number, request in enumerate(requests):
-        earlier = await replan_store(request.session, savings[number])
+    for number, session in enumerate(sessions):
+        earlier = await replan_store(session, savings[number])
         if earlier is not None:
             savings[number] = earlier
             again.append(earlier.plan)

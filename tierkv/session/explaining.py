@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.blocks import part_id
-from tierkv.decisions.types import MissReason
+from tierkv.decisions.cost import profile
+from tierkv.decisions.types import Found, FoundPart, MissReason
+from tierkv.layout import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.blocks import BlockKey, PartId
     from tierkv.decisions.types import PartState
+    from tierkv.layout import Group, Space
     from tierkv.mover.core import Core
     from tierkv.session.table import SessionState
 
@@ -28,11 +31,13 @@ class BlockReport:
         start_token: Its first token.
         end_token: One past its last token.
         tier: Fastest tier in which a prefix load would find it, or None.
-        chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``.
+        chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``; ``"raw or planes"`` where
+            it is on a medium whose codec is ``"auto"``.
         exact: Whether its KV is exact.
         reason: Why it would not be loaded; None if it would.
         about: Tier that the reason is about, if it is about one.
         ago: Seconds since the reason arose, if known.
+        rule: What the cost model (SLOWER) or the breaker (FAILED) says, where it is the reason.
     """
 
     index: int
@@ -44,13 +49,21 @@ class BlockReport:
     reason: MissReason | None
     about: str | None = None
     ago: float | None = None
+    rule: str = ""
 
     def __str__(self) -> str:
         if self.reason is None:
             return f"block {self.index}: {self.tier}, {self.chain}"
         where = f" in {self.about}" if self.about else ""
         when = f" {self.ago:.0f} s ago" if self.ago is not None else ""
-        return f"block {self.index}: {self.reason.value}{when}{where}"
+        why = f" ({self.rule})" if self.rule else ""
+        return f"block {self.index}: {self.reason.value}{when}{where}{why}"
+
+
+class _Span(NamedTuple):
+    key: BlockKey | None
+    start: int
+    end: int
 
 
 def explain(
@@ -61,54 +74,122 @@ def explain(
     if token_ids is not None:
         chain = chain.fork()
         chain.follow(token_ids)
-    groups, size = len(session.space.layout.groups), session.space.block_tokens
-    spans: list[tuple[BlockKey | None, int, int]] = [
-        (key, index * size, (index + 1) * size) for index, key in enumerate(chain.keys)
-    ]
+    size = session.space.block_tokens
+    spans = [_Span(key, index * size, (index + 1) * size) for index, key in enumerate(chain.keys)]
     done = len(chain.keys) * size
     if done < len(chain.tokens):
         tail = session.tail
         ours = tail is not None and tail.tokens == chain.tokens[done:].tobytes()
         key = tail.key if tail is not None and ours else None
-        spans.append((key, done, len(chain.tokens)))
-    return [
-        _report(core, index, *span, groups=groups, lossy=lossy) for index, span in enumerate(spans)
-    ]
+        spans.append(_Span(key, done, len(chain.tokens)))
+    reader = _Reader(core, session.space, lossy=lossy)
+    reports = [reader.report(index, span) for index, span in enumerate(spans)]
+    return reader.weighed(reports)
 
 
-def _report(
-    core: Core,
-    index: int,
-    key: BlockKey | None,
-    start: int,
-    end: int,
-    *,
-    groups: int,
-    lossy: bool,
-) -> BlockReport:
-    if key is None:
-        return BlockReport(index, start, end, None, None, True, MissReason.NEVER_STORED)
-    now = core.clock()
-    worst: tuple[PartId, PartState] | None = None
-    for group in range(groups):
-        part = part_id(key, group)
-        state = core.decisions.state(part, now)
-        if worst is None or _slower(state, worst[1]):
-            worst = (part, state)
-    assert worst is not None
-    part, state = worst
-    usable = [
-        tier
-        for tier, lossless in zip(state.tiers, state.lossless, strict=True)
-        if lossy or (lossless and state.exact)
-    ]
-    if not usable:
-        reason = MissReason.FIDELITY if state.tiers else state.reason
+class _Reader:
+    """Looks blocks up as a match would, without touching anything."""
+
+    def __init__(self, core: Core, space: Space, *, lossy: bool) -> None:
+        self._core = core
+        self._space = space
+        self._lossy = lossy
+        self._parts: list[FoundPart] = []  # what a load would read, as far as the prefix goes
+        self._reached: list[int] = []  # tokens of the blocks of the prefix
+        self._readable = {level.index for level in core.levels if core.usable(level)}
+
+    def report(self, index: int, span: _Span) -> BlockReport:
+        """Where one block is. Call in order."""
+        key, start, end = span
+        if key is None:
+            return BlockReport(index, start, end, None, None, True, MissReason.NEVER_STORED)
+        core = self._core
+        now = core.clock()
+        worst: tuple[PartId, PartState] | None = None
+        whole = index == len(self._reached)
+        for group in range(len(self._space.layout.groups)):
+            part = part_id(key, group)
+            state = core.decisions.state(part, now)
+            if worst is None or _slower(state, worst[1]):
+                worst = (part, state)
+            usable = self._usable(state)
+            if usable:
+                tier, nbytes = usable[0]
+                self._parts.append(FoundPart(part, index, group, tier, state.generation, nbytes))
+            elif _strict(self._space.layout.groups[group]):
+                whole = False
+        if whole:
+            self._reached.append(end - start)
+        assert worst is not None
+        return self._tell(index, span, *worst)
+
+    def _tell(self, index: int, span: _Span, part: PartId, state: PartState) -> BlockReport:
+        core = self._core
+        usable = self._usable(state)
+        where = (index, span.start, span.end)
+        if usable:
+            level = core.levels[usable[0][0]]
+            chain = core.chain_of(level, part, state.generation)
+            if chain is None and level.candidate is not None:
+                chain = f"raw or {level.candidate}"  # only the frame itself knows
+            return BlockReport(*where, level.name, chain or level.chain, state.exact, None)
+        broken = self._usable(state, readable=False)
+        if broken:
+            name = core.levels[broken[0][0]].name
+            rule = f"tier {name} failed or hung and is left out for a while"
+            reason = MissReason.FAILED
+            return BlockReport(*where, None, None, state.exact, reason, name, None, rule)
+        why = MissReason.FIDELITY if state.tiers else state.reason
         about = core.levels[state.tier].name if state.tier is not None else None
-        return BlockReport(index, start, end, None, None, state.exact, reason, about, state.ago)
-    level = core.levels[usable[0]]
-    chain = core.chain_of(level, part, state.generation) or level.chain
-    return BlockReport(index, start, end, level.name, chain, state.exact, None)
+        return BlockReport(*where, None, None, state.exact, why, about, state.ago)
+
+    def _usable(self, state: PartState, *, readable: bool = True) -> list[tuple[int, int]]:
+        """Tiers whose copy would do, and its bytes there."""
+        return [
+            (tier, nbytes)
+            for tier, lossless, nbytes in zip(
+                state.tiers, state.lossless, state.nbytes, strict=True
+            )
+            if (self._lossy or (lossless and state.exact))
+            and (not readable or tier in self._readable)
+        ]
+
+    def weighed(self, reports: list[BlockReport]) -> list[BlockReport]:
+        """Name the rule of the cost model for blocks that would not be worth loading."""
+        core, space, blocks = self._core, self._space, len(self._reached)
+        if not blocks or not core.decisions.costs.speed(space.fingerprint):
+            return reports
+        groups, tokens = space.layout.groups, sum(self._reached)
+        parts = tuple(
+            part
+            for part in self._parts
+            if part.block < blocks and _needed(groups[part.group], part.block, blocks, space)
+        )
+        near = {x.index for x in core.levels if x.memory is not None or x.resident is not None}
+        runs = profile(Found(blocks, tokens, parts, 0, None), space.block_tokens, near)
+        choice = core.decisions.costs.plan(space.fingerprint, runs, None)
+        if choice.reason is None or choice.tier is None:
+            return reports
+        name = core.levels[choice.tier].name
+        for index in range(choice.blocks, blocks):
+            reports[index] = replace(
+                reports[index], reason=choice.reason, about=name, rule=choice.rule
+            )
+        return reports
+
+
+def _strict(group: Group) -> bool:
+    """Whether a prefix needs every part of the group."""
+    return group.kind in (GroupKind.FULL, GroupKind.LATENT)
+
+
+def _needed(group: Group, block: int, blocks: int, space: Space) -> bool:
+    """Whether a prefix of so many blocks needs this group's part of a block."""
+    if _strict(group):
+        return True
+    if group.window is None:
+        return block == blocks - 1
+    return (block + 1) * space.block_tokens > blocks * space.block_tokens - (group.window - 1)
 
 
 def _slower(state: PartState, than: PartState) -> bool:

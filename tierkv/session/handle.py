@@ -9,12 +9,14 @@ from tierkv.mover.slices import sliced
 from tierkv.session.base import Handle
 from tierkv.session.batches import StoreRequest, store_many
 from tierkv.session.explaining import BlockReport, explain
+from tierkv.session.layerwise import LayerStore
 from tierkv.session.match import Match, make_query
+from tierkv.session.nowait import get_nowait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.abc import View
+    from tierkv.abc import Event, View
     from tierkv.blocks import BlockKey, Media
     from tierkv.mover.behind import FlushResult
     from tierkv.session.saving import StoreResult
@@ -49,6 +51,7 @@ class Session(Handle):
         *,
         tail: bool = False,
         media: Sequence[Media] = (),
+        ready: Event | None = None,
     ) -> StoreResult:
         """Store the full blocks of ``token_ids`` whose KV is in ``kv``.
 
@@ -59,6 +62,10 @@ class Session(Handle):
             tail: Whether the partial block at the end is kept too, privately to this session,
                 until its next such store.
             media: Content behind placeholder tokens.
+            ready: Event of the view's device (:class:`tierkv.abc.Event`) behind the work that
+                fills the view. None: whatever was submitted on the current stream of the thread
+                that runs this; a model that runs in another thread, on a stream of its own,
+                records one there.
 
         Returns:
             Per block: stored, present, or skipped and why. The tensors may be overwritten now.
@@ -71,10 +78,55 @@ class Session(Handle):
         would be of no use.
 
         Cancellation: blocks published so far stay; the rest is as if never stored. At most one
-        slice (32 MiB) of a gather is waited for.
+        slice (32 MiB) of a gather is waited for, and copies of a device that are under way.
         """
-        request = StoreRequest(self, token_ids, kv, start, tail, media)
+        request = StoreRequest(self, token_ids, kv, start, tail, media, ready)
         return (await store_many(self.runtime, [request]))[0]
+
+    def store_layers(
+        self,
+        token_ids: Sequence[int],
+        kv: View,
+        start: int = 0,
+        *,
+        media: Sequence[Media] = (),
+    ) -> LayerStore:
+        """Store while the model computes, layer by layer.
+
+        ::
+
+            async with session.store_layers(token_ids, kv, start=loaded.tokens) as saver:
+                for layer in range(layers):
+                    compute(layer)  # writes the KV of this layer into the view
+                    await saver.layer(layer)
+            print(saver.result)
+
+        Each call copies that layer of every new block into engine memory, so that at the end
+        there is little left to do; where a device holds the view, it only submits the copies. All
+        blocks become visible when the block is left, and none if it is left by an exception or
+        before each layer came. In the tier itself memory is taken for all new blocks that have
+        room there; for a tier that is written (``nvme``, ``file``) or a codec chain, a window of
+        staging memory bounds what is copied ahead (``saver.ahead_bytes``), and the rest is
+        gathered at the end. Other sessions find those blocks in flight meanwhile and do not store
+        them.
+
+        Args:
+            token_ids: All tokens whose KV will be in the view, from the first.
+            kv: The KV; index 0 is token 0. It must stay as it is until the block is left.
+            start: First token that needs storing; rounded down to a block.
+            media: Content behind placeholder tokens.
+
+        Raises:
+            ClosedError: (on entering) if the session or engine is closed.
+            LayoutError: (on entering) if the view does not fit the layout.
+            StoreIncomplete: (on leaving) if a layer never came. An exception out of the block
+                wins.
+
+        Cancellation: nothing is stored; it waits until no thread and no device reads the view.
+        """
+        return LayerStore(self, token_ids, kv, start, media)
+
+    get_nowait = get_nowait  # bound as it is: one call more would be a tenth of its cost
 
     async def flush(self) -> FlushResult:
         """Make the session's parts durable, as far as there are tiers for it.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tierkv import views
-from tierkv.blocks import as_token_ids, part_id
+from tierkv.blocks import as_token_ids
 from tierkv.decisions.types import Found, GroupRule, MissReason, Query
-from tierkv.errors import ClosedError
+from tierkv.errors import ClosedError, LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find, tokens_by_tier
 from tierkv.mover.layers import LayerLoad
 from tierkv.mover.lease import Lease
 from tierkv.mover.load import LoadPlan, load
+from tierkv.session.tails import with_tail
+from tierkv.session.worth import leading, outline, weigh
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 
     from tierkv.abc import View
     from tierkv.blocks import BlockKey, KeyChain, Media
+    from tierkv.decisions.cost import LoadChoice, Run
     from tierkv.session.handle import Session
-    from tierkv.session.table import Tail
 
 __all__ = ["LoadResult", "Match", "follow", "make_query"]
 
 _HASH_INLINE_TOKENS = 8192
 _REPLANS = 8
+_NEED_ALL = (GroupKind.FULL, GroupKind.LATENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,15 @@ class LoadResult:
     Attributes:
         tokens: Leading tokens that are in place, verified.
         by_tier: Those tokens by tier (the slowest one that a block came from).
-        reason: Why it is less than was matched; None if it is all.
+        reason: Why it is less than was matched; None if it is all. SLOWER: recomputing the rest
+            takes less time than loading it; DEADLINE: it did not come, or could not, in time.
+        rule: What the cost model says of the rest, if that is the reason.
     """
 
     tokens: int
     by_tier: dict[str, int]
     reason: MissReason | None = None
+    rule: str = ""
 
 
 def make_query(
@@ -72,6 +77,9 @@ class Match:
     Attributes:
         tokens: Tokens of the loadable prefix.
         reason: Why it is not longer; None if it covers every full block of the prompt.
+        worth: Tokens of it that :meth:`load` is expected to bring: fewer where a tier is slower
+            than recomputing, which is known once :meth:`Session.computed` told the speed.
+        rule: Why :attr:`worth` is less than :attr:`tokens`; empty if it is not.
     """
 
     def __init__(
@@ -79,6 +87,8 @@ class Match:
     ) -> None:
         self.tokens = 0
         self.reason: MissReason | None = None
+        self.worth = 0
+        self.rule = ""
         self._session = session
         self._ids = as_token_ids(token_ids)
         self._media = media
@@ -86,6 +96,9 @@ class Match:
         self._open = False
         self._found = Found(0, 0, (), 0, None)
         self._lease: Lease | None = None
+        self._runs: tuple[Run, ...] = ()
+        self._part: tuple[Found, Lease] | None = None  # what is worth loading, if it is not all
+        self._also: list[Lease] = []
         self._layers: list[LayerLoad] = []
 
     def __repr__(self) -> str:
@@ -103,8 +116,10 @@ class Match:
         try:
             chain, shared = await follow(session, self._ids, self._media)
             session.lineage = []
-            self._keys, tokens = self._with_tail(chain)
+            self._keys, tokens = with_tail(session, chain)
             self._take(await find(core, make_query(session, self._keys, tokens)))
+            if core.decisions.costs.speed(session.space.fingerprint):
+                await self._weigh()
             session.check_open()  # another task may have left it meanwhile
         except BaseException:
             self._release()
@@ -146,40 +161,42 @@ class Match:
     def _take(self, found: Found) -> None:
         self._found = found
         self._lease = Lease(self._session.runtime.core, found.lease)
-        self.tokens = found.tokens
+        self.tokens = self.worth = found.tokens
         self.reason = found.reason
+        self.rule, self._runs, self._part = "", (), None
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        for each in ([lease] if lease is not None else []) + self._also:
+            each.release()
+        self._also.clear()
 
-    def _with_tail(self, chain: KeyChain) -> tuple[tuple[BlockKey, ...], int]:
-        """Keys to look up and tokens they cover: with the private tail where it applies."""
-        state = self._session.state
-        size, tail = state.space.block_tokens, state.tail
-        if tail is None or not self._tail_applies(chain, tail):
-            return tuple(chain.keys), len(chain.keys) * size
-        keys = (*chain.keys[: tail.blocks], tail.key)
-        return keys, tail.blocks * size + len(tail.tokens) // 4
+    async def _weigh(self, until: float | None = None) -> None:
+        """Find out how much of the prefix is worth loading, and fits the time."""
+        core, space = self._session.runtime.core, self._session.space
+        if not self._runs:
+            self._runs = await outline(core, space, self._found)
+        if not self._runs or self._lease is None:
+            return
+        choice = weigh(core, space, self._found, self._runs, until)
+        if choice.reason is None:
+            self.worth, self.rule, self._part = self.tokens, "", None
+            return
+        part = leading(self._found, choice), self._lease
+        if choice.blocks and any(g.kind not in _NEED_ALL for g in space.layout.groups):
+            part = await self._shorter(choice)
+        self.worth, self.rule, self._part = part[0].tokens, choice.rule, part
 
-    def _tail_applies(self, chain: KeyChain, tail: Tail) -> bool:
-        """Whether the prompt goes on exactly with the session's private partial block."""
-        state = self._session.state
-        keys = chain.keys
-        if len(keys) < tail.blocks:
-            return False
-        parent = keys[tail.blocks - 1] if tail.blocks else state.root
-        if parent != tail.parent:
-            return False
-        if len(keys) > tail.blocks:
-            core = self._session.runtime.core
-            if core.decisions.state(part_id(keys[tail.blocks], 0), core.clock()).tiers:
-                return False  # the full block is there: better than a part of it
-        begin = tail.blocks * state.space.block_tokens
-        held = array("I")
-        held.frombytes(tail.tokens)
-        return chain.tokens[begin : begin + len(held)] == held
+    async def _shorter(self, choice: LoadChoice) -> tuple[Found, Lease]:
+        """Look a shorter prefix up: it needs other windows and states."""
+        core, keys = self._session.runtime.core, self._keys[: choice.blocks]
+        query = make_query(self._session, keys, choice.tokens, touch=False)
+        found = await find(core, query)
+        lease = Lease(core, found.lease)
+        self._also.append(lease)
+        if self._lease is None:  # left meanwhile, which knew nothing of this one
+            self._release()
+        return replace(found, reason=choice.reason), lease
 
     def _observe(self, shared: int, start: float) -> None:
         core = self._session.runtime.core
@@ -197,8 +214,12 @@ class Match:
 
     # ------------------------------------------------------------------ loading
 
-    def plan(self, into: View) -> LoadPlan:
-        """Start a load of the leased prefix into a view.
+    def plan(self, into: View, tokens: int | None = None) -> LoadPlan:
+        """Start a load of what is worth loading of the leased prefix into a view.
+
+        Args:
+            into: Where it goes.
+            tokens: All of the prefix, or what is worth it; None takes what is worth it.
 
         Raises:
             ClosedError: if the match is not open.
@@ -211,7 +232,15 @@ class Match:
         session.check_open()
         views.check(into, session.space.layout, self.tokens, writing=True)
         state = session.state
-        plan = LoadPlan(state.space, state.root, self._keys, self._found, self._lease, into)
+        found, lease = self._part or (self._found, self._lease)
+        if tokens is not None and tokens != found.tokens:
+            if tokens != self.tokens:
+                raise LayoutError(
+                    f"tokens is {self.tokens} (match.tokens) or {self.worth} (match.worth), "
+                    f"not {tokens!r:.80}"
+                )
+            found, lease = self._found, self._lease
+        plan = LoadPlan(state.space, state.root, self._keys, found, lease, into)
         session.lineage.append(plan.progress)
         return plan
 
@@ -225,7 +254,10 @@ class Match:
 
         Returns:
             How many leading tokens are in place. Damage, lost files and failing tiers shorten
-            the result; they raise nothing.
+            the result; they raise nothing. So does the cost: where the speed of prefill is known
+            (:meth:`Session.computed`), what a tier brings more slowly than it is recomputed is
+            not loaded (see :func:`tierkv.decisions.cost.choose`), and with a deadline neither is
+            what cannot come in time as far as is known.
 
         Raises:
             ClosedError: if the match or the engine is closed.
@@ -240,6 +272,8 @@ class Match:
         core = self._session.runtime.core
         start = core.clock()
         until = None if deadline is None else start + parse_duration(deadline)
+        if until is not None and self._open:
+            await self._weigh(until)
         plan = self.plan(into)
         await load(core, self._session.runtime.fetcher, [plan], until)
         plan = await self.replan(plan, until)
@@ -250,7 +284,7 @@ class Match:
         """Find a shorter prefix where a failure left windows or states uncovered."""
         groups = plan.space.layout.groups
         failure = plan.progress.reason
-        if failure is None or all(g.kind in (GroupKind.FULL, GroupKind.LATENT) for g in groups):
+        if failure is None or all(g.kind in _NEED_ALL for g in groups):
             return plan
         core, size = self._session.runtime.core, plan.space.block_tokens
         for _ in range(_REPLANS):
@@ -261,7 +295,7 @@ class Match:
             self._take(await find(core, make_query(self._session, keys, len(keys) * size)))
             if not self._open:  # left meanwhile, which knew nothing of this lease
                 self._release()
-            plan = self.plan(plan.view)
+            plan = self.plan(plan.view, self.tokens)
             await load(core, self._session.runtime.fetcher, [plan], until)
         if plan.progress.reason is not None:
             plan.progress.blocks = 0
@@ -274,7 +308,10 @@ class Match:
         """What a finished plan put in place."""
         progress = plan.progress
         tokens = min(progress.blocks * plan.space.block_tokens, plan.found.tokens)
-        return LoadResult(tokens, dict(progress.by_tier), progress.reason)
+        reason, rule = progress.reason, ""
+        if reason is None and plan.found.blocks < self._found.blocks:
+            reason, rule = plan.found.reason, self.rule
+        return LoadResult(tokens, dict(progress.by_tier), reason, rule)
 
     def observe_load(self, plan: LoadPlan, seconds: float) -> None:
         """Tell the observer of a load."""
@@ -283,19 +320,29 @@ class Match:
         order = [level.name for level in core.levels]
         slowest = max(names, key=lambda n: order.index(n) if n in order else -1)
         core.observer.operation(op="load", tier=slowest, seconds=seconds)
+        speed = core.decisions.costs.speed(plan.space.fingerprint)
+        if speed and plan.progress.blocks:
+            tokens = min(plan.progress.blocks * plan.space.block_tokens, plan.found.tokens)
+            core.observer.saved(seconds=max(tokens / speed - seconds, 0.0))
 
-    def layers(self, into: View) -> LayerLoad:
+    def layers(self, into: View, *, tokens: int | None = None) -> LayerLoad:
         """Iterate over the model's layers as they come into place, in order.
 
         ``async for layer in match.layers(into=kv)``: when ``layer`` is yielded, all its matched
         tokens are verified and in the view. Not atomic: it raises
         :class:`~tierkv.errors.LoadIncomplete` if a layer cannot be had; then drop the view.
 
+        Args:
+            into: Where token 0 onwards goes.
+            tokens: :attr:`worth` to bring only what is worth loading; None brings all of
+                :attr:`tokens`, whatever it costs: what comes is always what was asked for.
+
         Raises:
             ClosedError: if the match is not open.
-            LayoutError: if the view does not fit the layout.
+            LayoutError: if the view does not fit the layout, or ``tokens`` is another number.
         """
-        layers = LayerLoad(self._session.runtime.core, self.plan(into))
+        wanted = self.tokens if tokens is None else tokens
+        layers = LayerLoad(self._session.runtime.core, self.plan(into, wanted))
         self._layers.append(layers)
         return layers
 

@@ -16,11 +16,22 @@ from tierkv.session.table import Tail
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tierkv.abc import View
+    from tierkv.abc import Device, Event, View
     from tierkv.blocks import BlockKey, KeyChain
+    from tierkv.layout import Space
+    from tierkv.mover.core import Core
     from tierkv.session.handle import Session
 
-__all__ = ["BlockOutcome", "Saving", "StoreResult", "finish_store", "plan_store", "replan_store"]
+__all__ = [
+    "BlockOutcome",
+    "Saving",
+    "Source",
+    "StoreResult",
+    "finish_store",
+    "plan_store",
+    "replan_store",
+    "source_of",
+]
 
 _STRICT = (GroupKind.FULL, GroupKind.LATENT)
 
@@ -64,6 +75,41 @@ class StoreResult:
         return sum(b.state == "skipped" for b in self.blocks)
 
 
+class Source(NamedTuple):
+    """The caller's memory.
+
+    Attributes:
+        view: The KV.
+        device: Device whose memory it is in; None: plain host memory.
+        ready: Behind the work that fills it; None: it is filled.
+    """
+
+    view: View
+    device: Device | None = None
+    ready: Event | None = None
+
+
+def source_of(core: Core, view: View, ready: Event | None = None) -> Source:
+    """Find where a view is, and what has to be done before it can be read.
+
+    Args:
+        core: Knows the devices.
+        view: The KV.
+        ready: What has to be done, if the caller knows; None: whatever the calling thread has
+            submitted to the device by now.
+
+    Raises:
+        ConfigError: if no plug-in knows such memory.
+    """
+    tensor = view.anchor()
+    tiers = [level.resident.device for level in core.levels if level.resident is not None]
+    own = (device for device in tiers if tensor is not None and device.owns(tensor))
+    device = next(own, None) or core.devices.of(view)
+    if device is not None and ready is None:
+        ready = device.current().record()
+    return Source(view, device, ready)
+
+
 class Saving(NamedTuple):
     """One store of one session, planned.
 
@@ -85,7 +131,7 @@ class Saving(NamedTuple):
 def plan_store(
     session: Session,
     chain: KeyChain,
-    view: View,
+    source: Source,
     start: int,
     *,
     tail: bool = False,
@@ -95,7 +141,7 @@ def plan_store(
     Args:
         session: Whose KV it is.
         chain: Key chain of the tokens in the view.
-        view: The KV.
+        source: The KV.
         start: First token to store; rounded down to a block.
         tail: Whether a partial block at the end is stored too.
 
@@ -117,12 +163,12 @@ def plan_store(
         tokens = chain.tokens[len(keys) * size :].tobytes()
         key = tail_key(parent, f"{state.tenant}\0{state.id}", tokens)
         partial = Tail(len(keys), parent, tokens, key)
-    return _saving(session, view, keys, total, start // size, partial)
+    return _saving(session, source, keys, total, start // size, partial)
 
 
 def _saving(
     session: Session,
-    view: View,
+    source: Source,
     keys: Sequence[BlockKey],
     total: int,
     first: int,
@@ -133,15 +179,23 @@ def _saving(
     plan = StorePlan(
         space=state.space,
         root=state.root,
-        view=view,
+        view=source.view,
         parts=_parts(session, keys, total, first, tail),
         tenant=state.tenant,
         session=state.id,
         session_parts=tuple(state.parts()) if session.quota else (),
         fidelity=f"derived:{derived}" if derived else "exact",
         ttl=state.ttl,
+        device=source.device,
+        ready=source.ready,
+        nbytes=_bytes_of(state.space, len(keys) - first),
     )
     return Saving(plan, keys, total, first, tail)
+
+
+def _bytes_of(space: Space, blocks: int) -> int:
+    per_block = [g.raw_bytes(space.block_tokens) for g in space.layout.groups if g.per_token]
+    return sum(per_block) * max(0, blocks)
 
 
 def _parts(
@@ -169,7 +223,8 @@ async def replan_store(session: Session, saving: Saving) -> Saving | None:
     async for block in sliced(range(saving.first)):
         states = [core.decisions.state(part_id(keys[block], n), core.clock()) for n in strict]
         if not all(state.tiers or state.pending for state in states):
-            return _saving(session, plan.view, keys, saving.total, block, saving.tail)
+            source = Source(plan.view, plan.device, plan.ready)
+            return _saving(session, source, keys, saving.total, block, saving.tail)
     return None
 
 

@@ -14,6 +14,9 @@ import numpy as np
 from tierkv.abc import OK, BackendStats, IoResult, IoStatus
 from tierkv.testing.backend_references import DictBackend, SlabBackend
 from tierkv.testing.backends import DurableBackendTests, MemoryBackendTests
+from tierkv.testing.resident import ResidentBackendTests
+from tierkv.testing.resident_mutants import RESIDENT_MUTANTS
+from tierkv.testing.resident_references import ShelfBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["MUTANTS", "REFERENCES", "Mutant", "failing_checks"]
 
 _PAGE = 4096
+_Maker = type[DictBackend] | type[SlabBackend] | type[ShelfBackend]
 
 
 class LosesTheTail(DictBackend):
@@ -259,14 +263,15 @@ class WastesHalf(SlabBackend):
 class Mutant(NamedTuple):
     """A defect and the check that must notice it."""
 
-    make: type[DictBackend] | type[SlabBackend]
+    make: _Maker
     suite: type[Any]
     check: str
 
 
-REFERENCES: list[tuple[type[DictBackend] | type[SlabBackend], type[Any]]] = [
+REFERENCES: list[tuple[_Maker, type[Any]]] = [
     (DictBackend, DurableBackendTests),
     (SlabBackend, MemoryBackendTests),
+    (ShelfBackend, ResidentBackendTests),
 ]
 """Sound backends and the suite that each must pass."""
 
@@ -304,12 +309,13 @@ _MEMORY: list[tuple[type[SlabBackend], str]] = [
 MUTANTS: list[Mutant] = [
     *(Mutant(make, DurableBackendTests, check) for make, check in _DURABLE),
     *(Mutant(make, MemoryBackendTests, check) for make, check in _MEMORY),
+    *(Mutant(make, ResidentBackendTests, check) for make, check in RESIDENT_MUTANTS),
 ]
 """Every mutant, each with a check of its own."""
 
 
 async def failing_checks(
-    suite: type[Any], make: type[DictBackend] | type[SlabBackend], root: Path, only: str = "test_"
+    suite: type[Any], make: _Maker, root: Path, only: str = "test_"
 ) -> dict[str, str]:
     """Run checks of a suite; return what went wrong, by check.
 

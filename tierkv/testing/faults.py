@@ -1,9 +1,9 @@
 """Faults for any backend: slow, gated, failing, short, corrupting, hanging.
 
 ``inject(backend, fault, ...)`` returns a backend that behaves as the given one until a fault
-says otherwise; faults act in the order given. A memory tier stays a memory tier: a ``read`` fault
-also acts on ``borrow``, a ``write`` fault on ``allocate``. Faults can be switched at run time by
-their ``active`` attribute::
+says otherwise; faults act in the order given. A memory tier stays a memory tier, and one in a
+device's memory stays that: a ``read`` fault also acts on ``borrow``, a ``write`` fault on
+``allocate``. Faults can be switched at run time by their ``active`` attribute::
 
     gate = Gated("read")
     backend = inject(HostBackend(tier), gate)
@@ -16,14 +16,13 @@ import errno
 import threading
 from typing import TYPE_CHECKING, ClassVar
 
-from tierkv.abc import Backend, IoResult, IoStatus, MemoryBackend
+from tierkv.abc import IoResult, IoStatus, MemoryBackend, ResidentBackend
 from tierkv.errors import BackendError
+from tierkv.testing.faulty import Faulty, FaultyMemory
+from tierkv.testing.faulty_resident import FaultyResident
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tierkv.abc import BackendStats, Buffer, ReadRequest, StoredPart, Threads, WriteItem
-    from tierkv.blocks import PartId
+    from tierkv.abc import Backend, Threads
 
 __all__ = [
     "Corrupting",
@@ -31,6 +30,7 @@ __all__ = [
     "Fault",
     "Faulty",
     "FaultyMemory",
+    "FaultyResident",
     "Gated",
     "Hanging",
     "Short",
@@ -55,6 +55,9 @@ class Fault:
         active: Switch it off and on here.
         seen: Calls that it acted on.
     """
+
+    waits: ClassVar[bool] = False
+    """Whether all it does is to wait, which has no meaning in a synchronous call."""
 
     def __init__(self, *operations: str, times: int | None = None) -> None:
         unknown = set(operations) - _OPERATIONS
@@ -94,6 +97,8 @@ class Fault:
 class Slow(Fault):
     """Every call takes ``seconds`` longer; it can be cancelled meanwhile."""
 
+    waits: ClassVar[bool] = True
+
     def __init__(self, seconds: float, *operations: str, times: int | None = None) -> None:
         super().__init__(*operations, times=times)
         self.seconds = seconds
@@ -109,6 +114,8 @@ class Gated(Fault):
     Attributes:
         waiting: Calls that wait now.
     """
+
+    waits: ClassVar[bool] = True
 
     def __init__(self, *operations: str, times: int | None = None) -> None:
         super().__init__(*operations, times=times)
@@ -142,6 +149,8 @@ class Gated(Fault):
 
 class Hanging(Fault):
     """Calls block a worker thread until :meth:`release`: no cancellation gets them out."""
+
+    waits: ClassVar[bool] = True
 
     def __init__(self, *operations: str, times: int | None = None) -> None:
         super().__init__(*operations, times=times)
@@ -237,130 +246,10 @@ class Corrupting(Fault):
         return IoStatus.OK
 
 
-class Faulty(Backend):
-    """A backend with faults; see :func:`inject`.
-
-    Attributes:
-        inner: The sound backend.
-        calls: (operation, batch size) of every call so far, in order.
-    """
-
-    kind: ClassVar[str] = "faulty"
-
-    def __init__(self, inner: Backend, faults: Sequence[Fault]) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.faults = list(faults)
-        self.calls: list[tuple[str, int]] = []
-        self._threads: Threads | None = None
-
-    @property
-    def durable(self) -> bool:  # type: ignore[override] # a wrapper is what it wraps
-        """As of the wrapped backend."""
-        return self.inner.durable
-
-    async def open(self, threads: Threads) -> Sequence[StoredPart]:
-        """Open the wrapped backend."""
-        self._threads = threads
-        await self._enter("open", 1)
-        return await self.inner.open(threads)
-
-    async def read(
-        self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
-    ) -> list[IoResult]:
-        """Read, and spoil what was read."""
-        acting, refused = await self._enter("read", len(requests))
-        if refused is not None:
-            return [refused] * len(requests)
-        results = await self.inner.read(requests, into)
-        for fault in acting:
-            for item, result in enumerate(results):
-                if result.status is IoStatus.OK:
-                    status = fault.spoil(into[item])
-                    results[item] = result if status is IoStatus.OK else IoResult(status)
-        return results
-
-    async def write(self, items: Sequence[WriteItem]) -> list[IoResult]:
-        """Write."""
-        _, refused = await self._enter("write", len(items))
-        return [refused] * len(items) if refused is not None else await self.inner.write(items)
-
-    async def delete(self, parts: Sequence[tuple[PartId, int]]) -> None:
-        """Delete."""
-        await self._enter("delete", len(parts))
-        await self.inner.delete(parts)
-
-    async def flush(self) -> None:
-        """Flush."""
-        await self._enter("flush", 1)
-        await self.inner.flush()
-
-    async def aclose(self) -> None:
-        """Close the wrapped backend, even if a fault raises."""
-        try:
-            await self._enter("aclose", 1)
-        finally:
-            await self.inner.aclose()
-
-    def charge(self, nbytes: int) -> int:
-        """As of the wrapped backend."""
-        return self.inner.charge(nbytes)
-
-    def stats(self) -> BackendStats:
-        """As of the wrapped backend."""
-        return self.inner.stats()
-
-    async def _enter(self, operation: str, size: int) -> tuple[list[Fault], IoResult | None]:
-        self.calls.append((operation, size))
-        acting = [fault for fault in self.faults if fault.due(operation)]
-        for fault in acting:
-            await fault.before(operation, self._threads)
-            refused = fault.refuse(operation)
-            if refused is not None:
-                return acting, refused
-        return acting, None
-
-
-class FaultyMemory(Faulty, MemoryBackend):
-    """A memory tier with faults; see :func:`inject`."""
-
-    def __init__(self, inner: MemoryBackend, faults: Sequence[Fault]) -> None:
-        super().__init__(inner, faults)
-        self._memory = inner
-
-    def allocate(self, nbytes: int) -> Buffer | None:
-        """Memory, unless a ``write`` fault blocks it."""
-        acting = self._synchronous("write")
-        blocked = any(fault.blocks_memory for fault in acting)
-        return None if blocked else self._memory.allocate(nbytes)
-
-    def adopt(self, stored: StoredPart, buffer: Buffer) -> bool:
-        """Publish."""
-        return self._memory.adopt(stored, buffer)
-
-    def borrow(self, part: PartId, generation: int) -> Buffer | None:
-        """The frame in place, spoilt in place by ``read`` faults."""
-        acting = self._synchronous("read")
-        if any(fault.blocks_memory for fault in acting):
-            return None
-        buffer = self._memory.borrow(part, generation)
-        if buffer is not None:
-            for fault in acting:
-                fault.spoil(buffer.memory)
-        return buffer
-
-    def discard(self, part: PartId, generation: int) -> None:
-        """Forget."""
-        self._memory.discard(part, generation)
-
-    def _synchronous(self, operation: str) -> list[Fault]:
-        # what only waits has no meaning in a synchronous call and must not be used up by it
-        still = (Slow, Gated, Hanging)
-        return [f for f in self.faults if not isinstance(f, still) and f.due(operation)]
-
-
 def inject(backend: Backend, *faults: Fault) -> Faulty:
     """Wrap a backend so that the faults act on its calls."""
     if isinstance(backend, MemoryBackend):
         return FaultyMemory(backend, faults)
+    if isinstance(backend, ResidentBackend):
+        return FaultyResident(backend, faults)
     return Faulty(backend, faults)

@@ -76,13 +76,14 @@ def _rank(tensors: Tensors, rank: int, axes: str) -> None:
 class _TensorView(View):
     """What dense and paged views share: lookup, states, ranges, inference mode."""
 
-    __slots__ = ("_states", "_tensors", "tokens")
+    __slots__ = ("_states", "_tensors", "owned_by_engine", "tokens")
 
     tokens: int
     """How many tokens the view has room for."""
 
-    def __init__(self, tensors: Tensors, states: Tensors | None) -> None:
+    def __init__(self, tensors: Tensors, states: Tensors | None, owned: bool) -> None:
         self._tensors = tensors
+        self.owned_by_engine = owned
         self._states: Tensors = {} if states is None else _normal(states, "states")
         if not any(tensors.values()) and not any(self._states.values()):
             raise LayoutError("a view needs at least one tensor")
@@ -107,6 +108,21 @@ class _TensorView(View):
         """Any one tensor of the view: it tells on which device all of them are."""
         every = (*self._tensors.values(), *self._states.values())
         return next((t for named in every for t in named.values()), None)
+
+    def check_device(self) -> None:
+        """Refuse tensors on several devices: a copy runs on the streams of one.
+
+        Raises:
+            LayoutError: naming the first tensor that is elsewhere.
+        """
+        first = self.anchor()
+        for layer, named in (*self._tensors.items(), *self._states.items()):
+            for name, tensor in named.items():
+                if first is not None and tensor.device != first.device:
+                    raise LayoutError(
+                        f"layer {layer}, {name!r}: it is on {tensor.device}, others of the view "
+                        f"on {first.device}; make one view (and one call) for each device"
+                    )
 
     def room(self) -> int | None:
         """How many tokens it has memory for; None if it holds states alone."""
@@ -171,8 +187,10 @@ class DenseView(_TensorView):
 
     __slots__ = ()
 
-    def __init__(self, tensors: Tensors, states: Tensors | None = None) -> None:
-        super().__init__(tensors, states)
+    def __init__(
+        self, tensors: Tensors, states: Tensors | None = None, *, owned: bool = False
+    ) -> None:
+        super().__init__(tensors, states, owned)
         _rank(tensors, 3, "[heads, tokens, dim]")
         self.tokens = min(
             (t.shape[1] for named in tensors.values() for t in named.values()), default=0
@@ -204,8 +222,10 @@ class PagedView(_TensorView):
         page_tokens: int | None,
         order: Order,
         states: Tensors | None = None,
+        *,
+        owned: bool = False,
     ) -> None:
-        super().__init__(pools, states)
+        super().__init__(pools, states, owned)
         if order not in get_args(Order):
             raise LayoutError(f"order must be 'HND' or 'NHD', not {order!r}")
         _rank(pools, 4, "[pages, heads, page tokens, dim] (HND) or [pages, page tokens, ...] (NHD)")
@@ -237,6 +257,9 @@ class PagedView(_TensorView):
         pool = self._find(layer, tensor)
         size = self._page_tokens
         self._range(layer, tensor, start, stop, len(self._block_ids) * size)
+        if stop - start == size and start % size == 0:
+            whole = pool[self._block_ids[start // size]]
+            return ((start, whole if self._order == "HND" else whole.transpose(0, 1)),)
         out: list[tuple[int, torch.Tensor]] = []
         first = start
         while first < stop:
@@ -256,18 +279,19 @@ class PagedView(_TensorView):
         return _dtype_name(pool), pool.shape[1 if self._order == "HND" else 2], pool.shape[3]
 
 
-def dense(layers: Layers, states: Tensors | None = None) -> DenseView:
+def dense(layers: Layers, states: Tensors | None = None, *, owned: bool = False) -> DenseView:
     """View of one tensor ``[heads, tokens, dim]`` per layer and name; any strides, any device.
 
     Args:
         layers: ``{layer: {"k": tensor, "v": tensor}}``, or pairs ``[(k, v), ...]`` for layers
             0, 1, 2, ... Tensors may have more room than there are tokens.
         states: Whole tensors of recurrent layers, ``{layer: {name: tensor}}``.
+        owned: See :attr:`tierkv.abc.View.owned_by_engine`.
 
     Raises:
         LayoutError: if a tensor has not three axes.
     """
-    return DenseView(_normal(layers, "dense"), states)
+    return DenseView(_normal(layers, "dense"), states, owned=owned)
 
 
 def paged(
@@ -277,6 +301,7 @@ def paged(
     page_tokens: int | None = None,
     order: Order = "HND",
     states: Tensors | None = None,
+    owned: bool = False,
 ) -> PagedView:
     """View of the pages ``block_ids``, in that order, of a pool per layer and name.
 
@@ -288,11 +313,12 @@ def paged(
             HND and NHD).
         order: Axes of a page.
         states: Whole tensors of recurrent layers, ``{layer: {name: tensor}}``.
+        owned: See :attr:`tierkv.abc.View.owned_by_engine`.
 
     Raises:
         LayoutError: if pools disagree, or a page does not exist or is named twice.
     """
-    return PagedView(_normal(pools, "paged"), block_ids, page_tokens, order, states)
+    return PagedView(_normal(pools, "paged"), block_ids, page_tokens, order, states, owned=owned)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -310,13 +336,15 @@ def check(view: View, layout: Layout, tokens: int = 0, *, writing: bool = False)
 
     Raises:
         LayoutError: if it is no view, has no room for the tokens, or naming the first tensor that
-            is missing, differs, is not of this layout, or shares memory with another.
+            is missing, differs, is not of this layout, is on another device than the rest, or
+            shares memory with another.
     """
     if not isinstance(view, View):
         raise LayoutError(
             f"need a view of your memory, not {_kind(view)}; wrap it: tierkv.views.dense(kv)"
         )
     if isinstance(view, _TensorView):
+        view.check_device()
         view.check_layers(layout)
         if writing:
             view.check_writable()

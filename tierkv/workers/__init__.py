@@ -7,7 +7,8 @@ may be cancelled at any await. And :meth:`Workers.run`, which lets a thread touc
 memory, returns only when the thread is done: it absorbs cancellation and re-raises it afterwards.
 """
 
+from tierkv.workers.lanes import Lane, current_lane, enter_lane
 from tierkv.workers.runner import Job, Workers
 from tierkv.workers.signals import Signal
 
-__all__ = ["Job", "Signal", "Workers"]
+__all__ = ["Job", "Lane", "Signal", "Workers", "current_lane", "enter_lane"]

@@ -7,17 +7,18 @@ import contextlib
 import contextvars
 import functools
 import logging
-from concurrent.futures import Future as ThreadFuture
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
 from tierkv.errors import ClosedError
+from tierkv.workers.lanes import Lane, current_lane, enter_lane
+from tierkv.workers.pools import Pool
 from tierkv.workers.signals import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
+    from concurrent.futures import Future as ThreadFuture
 
     from anyio.abc import TaskGroup
 
@@ -29,6 +30,7 @@ _LONG_THREADS = 64
 _BACKOFF_S = (0.01, 0.1, 1.0, 5.0)
 _HEALTHY_S = 60.0  # a worker that ran so long starts over with the shortest back-off
 _GIVE_UP_S = 1.0
+_STUCK_S = 5.0  # a call waits so long for a thread before those that have one are looked at
 
 
 class Job(Generic[_T]):
@@ -74,6 +76,14 @@ class Job(Generic[_T]):
 class Workers:
     """Runner task, supervised background loops, and worker threads of one engine.
 
+    Each :class:`~tierkv.workers.Lane` has threads of its own, started when they are first needed.
+
+    Args:
+        threads: Worker threads for what somebody waits for; the other lanes have half as many
+            each.
+        name: Name of the engine in those of its threads and tasks.
+        on_restart: Told the name of each background loop that had to be started again.
+
     Attributes:
         tasks_spawned: Jobs started so far.
         thread_hops: Calls handed to a worker thread so far.
@@ -91,14 +101,15 @@ class Workers:
         self.thread_hops = 0
         self._threads = threads
         self._on_restart = on_restart
-        self._io: ThreadPoolExecutor | None = None
-        self._long: ThreadPoolExecutor | None = None
+        self._pools: dict[Lane, Pool] = {}
+        self._long: Pool | None = None
         self._runner: asyncio.Task[None] | None = None
         self._jobs: TaskGroup | None = None
         self._closers: TaskGroup | None = None
         self._stop, self._quiet, self._end, self._gone = Signal(), Signal(), Signal(), Signal()
         self._stopped = False
         self._waiting: set[Signal] = set()
+        self._live: dict[Job[Any], bool] = {}
 
     def __repr__(self) -> str:
         state = "closed" if self._stopped else "running" if self._jobs else "new"
@@ -126,7 +137,7 @@ class Workers:
         """
         if self._runner is not None:
             raise ClosedError("workers cannot be started twice")
-        self._io = self._pool()
+        self._pools = self._make_pools()
         ready = Signal()
         # The single create_task of the project: the runner outlives every caller.
         self._runner = asyncio.get_running_loop().create_task(
@@ -134,8 +145,11 @@ class Workers:
         )
         await ready.wait()
 
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._threads, f"{self.name}-io")
+    def _make_pools(self) -> dict[Lane, Pool]:
+        return {
+            lane: Pool(lane.threads(self._threads), f"{self.name}-{lane.value}", _LONG_THREADS)
+            for lane in Lane
+        }
 
     async def _run(self, ready: Signal) -> None:
         try:
@@ -146,14 +160,23 @@ class Workers:
                     await self._stop.wait()
                     self._jobs = None
                     jobs.cancel_scope.cancel()
+                self._jobs = None  # also where a task of theirs was cancelled from outside
+                self._forsake([job for job, closing in self._live.items() if not closing])
                 self._quiet.set()
                 await self._end.wait()
                 self._closers = None
                 closers.cancel_scope.cancel()
         finally:
             self._jobs = self._closers = None
+            self._forsake(self._live)
             for signal in (ready, self._quiet, self._gone):
                 signal.set()
+
+    @staticmethod
+    def _forsake(jobs: Iterable[Job[Any]]) -> None:
+        """End jobs whose task was cancelled from outside before it began: nothing else does."""
+        for job in jobs:
+            job._end(None, ClosedError("its task was cancelled before it began"))
 
     async def quiesce(self, grace: float = 10.0) -> None:
         """Cancel every job and wait for its end; only :meth:`outlast` works afterwards. Idempotent.
@@ -169,8 +192,8 @@ class Workers:
         if await self._quiet.outlast(grace):
             return
         _log.error("%s: worker threads hang and are given up", self.name)
-        old, self._io = (self._io, self._long), self._pool()
-        self._long = None
+        old = [*self._pools.values(), self._long]
+        self._pools, self._long = self._make_pools(), None
         _shut(old)
         self._give_up()
         await self._quiet.outlast(_GIVE_UP_S)
@@ -196,7 +219,7 @@ class Workers:
                     self._give_up()  # what closes things hangs, too
                     await self._gone.outlast(_GIVE_UP_S)
             finally:
-                _shut((self._io, self._long))
+                _shut([*self._pools.values(), self._long])
 
     # ------------------------------------------------------------------ jobs
 
@@ -206,6 +229,7 @@ class Workers:
         *args: object,
         name: str | None = None,
         closing: bool = False,
+        lane: Lane | None = None,
     ) -> Job[_T]:
         """Run ``await fn(*args)`` as engine-owned work.
 
@@ -214,6 +238,7 @@ class Workers:
             *args: Its arguments.
             name: Name of the job, for people.
             closing: Whether it belongs to closing the engine: :meth:`quiesce` spares it then.
+            lane: Whose threads it takes; None: those of whoever starts it.
 
         Raises:
             ClosedError: if the engine was closed.
@@ -222,8 +247,12 @@ class Workers:
         if group is None:
             raise ClosedError("the engine is closed")
         job: Job[_T] = Job(name or str(getattr(fn, "__qualname__", "job")))
+        try:
+            group.start_soon(self._guard, job, fn, args, lane, name=job.name)
+        except RuntimeError as error:  # its tasks were cancelled from outside
+            raise ClosedError("the engine is closed: its tasks were cancelled") from error
         self.tasks_spawned += 1
-        group.start_soon(self._guard, job, fn, args, name=job.name)
+        self._live[job] = closing
         return job
 
     async def outlast(self, fn: Callable[..., Awaitable[_T]], *args: object) -> _T:
@@ -241,8 +270,14 @@ class Workers:
         return await job.wait()
 
     async def _guard(
-        self, job: Job[_T], fn: Callable[..., Awaitable[_T]], args: tuple[object, ...]
+        self,
+        job: Job[_T],
+        fn: Callable[..., Awaitable[_T]],
+        args: tuple[object, ...],
+        lane: Lane | None,
     ) -> None:
+        if lane is not None:
+            enter_lane(lane)  # of this task alone: it has a context of its own
         try:
             result = await fn(*args)
         except asyncio.CancelledError:
@@ -255,10 +290,14 @@ class Workers:
                 _log.exception("job %s ended by %r", job.name, error)
         else:
             job._end(result, None)
+        finally:
+            self._live.pop(job, None)
 
-    def supervise(self, name: str, loop_fn: Callable[[], Awaitable[None]]) -> Job[None]:
+    def supervise(
+        self, name: str, loop_fn: Callable[[], Awaitable[None]], lane: Lane | None = None
+    ) -> Job[None]:
         """Run a background loop for the engine's life; restart it, with back-off, when it fails."""
-        return self.spawn(self._supervised, name, loop_fn, name=name)
+        return self.spawn(self._supervised, name, loop_fn, name=name, lane=lane)
 
     async def _supervised(self, name: str, loop_fn: Callable[[], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -284,7 +323,7 @@ class Workers:
     # ------------------------------------------------------------------ threads
 
     async def run(self, fn: Callable[..., _T], /, *args: object) -> _T:
-        """Run ``fn(*args)`` in a worker thread and wait for its end, come what may.
+        """Run ``fn(*args)`` in a worker thread of this lane and wait for its end, come what may.
 
         If the caller is cancelled (natively or by a scope) before the thread took the call up, it
         is never run; else the cancellation is re-raised once the thread is done.
@@ -292,32 +331,32 @@ class Workers:
         Raises:
             ClosedError: if the engine was closed.
         """
-        if self._io is None or self._stopped:
+        if not self._pools or self._stopped:
             raise ClosedError("the engine is closed")
         self.thread_hops += 1
-        return await self._absorb(self._io, fn, args)
+        return await self._absorb(self._pools[current_lane()], fn, args)
 
     async def run_long(self, fn: Callable[..., _T], /, *args: object) -> _T:
         """Like :meth:`run`, in a pool of its own for calls of seconds (a model's forward)."""
         if self._stopped:
             raise ClosedError("the engine is closed")
         if self._long is None:
-            self._long = ThreadPoolExecutor(_LONG_THREADS, f"{self.name}-long")
+            self._long = Pool(_LONG_THREADS, f"{self.name}-long", _LONG_THREADS)
         return await self._absorb(self._long, fn, args)
 
-    async def _absorb(
-        self, pool: ThreadPoolExecutor, fn: Callable[..., _T], args: tuple[object, ...]
-    ) -> _T:
+    async def _absorb(self, pool: Pool, fn: Callable[..., _T], args: tuple[object, ...]) -> _T:
         done = Signal()
         loop = asyncio.get_running_loop()
         try:
-            work: ThreadFuture[_T] = pool.submit(contextvars.copy_context().run, fn, *args)
+            work: ThreadFuture[_T] = pool.start(contextvars.copy_context().run, fn, *args)
         except RuntimeError as error:  # the pool was shut down
             raise ClosedError("the engine is closed") from error
         work.add_done_callback(functools.partial(_wake, loop, done))
         self._waiting.add(done)
         try:
-            await done.wait()
+            while not await done.wait(None if work.running() else _STUCK_S):
+                if not work.running():
+                    pool.relieve(_STUCK_S)
         except asyncio.CancelledError as error:
             if not work.cancel():  # a thread has taken it up
                 await done.after(error)
@@ -329,7 +368,7 @@ class Workers:
         return work.result()
 
 
-def _shut(pools: Iterable[ThreadPoolExecutor | None]) -> None:
+def _shut(pools: Iterable[Pool | None]) -> None:
     for pool in pools:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)

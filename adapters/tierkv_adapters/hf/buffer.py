@@ -66,6 +66,11 @@ class KVBuffer:
         return self._tensors is not None
 
     @property
+    def anchor(self) -> torch.Tensor | None:
+        """One of its tensors, for whoever must know on which device it is."""
+        return None if self._tensors is None else self._tensors[0]
+
+    @property
     def stop(self) -> int:
         """Token index up to which there is memory."""
         return self.base + (0 if self._tensors is None else self._tensors[0].shape[-2])

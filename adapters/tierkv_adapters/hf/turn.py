@@ -45,6 +45,7 @@ __all__ = ["Bound", "Counters", "Request", "Turn", "absorb"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tierkv.hf")
+_TELLING = 256  # prompts shorter than this say little of how fast the model prefills
 _RESTORES = 2  # a damaged block is found once: the second try gets the shorter prefix before it
 
 
@@ -91,7 +92,17 @@ class _Relay:
         self._emit = emit
         self._started = started
         self._prompt = True
+        self._began = started
         self.first: float | None = None
+
+    def begin(self) -> None:
+        """Note that the model starts now."""
+        self._began = time.perf_counter()
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the model's start to the first token; 0 if there was none."""
+        return self._started + self.first - self._began if self.first is not None else 0.0
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt once, then one token per step."""
@@ -201,7 +212,8 @@ class Turn:
             self._renew(bound, request, ids)
             # the last prompt token is always computed: its logits are the answer's beginning
             async with session.match(ids[:-1]) as match:
-                tokens = match.tokens if attempt < _RESTORES else 0
+                # what would take longer to load than to compute anew is left where it is
+                tokens = match.worth if attempt < _RESTORES else 0
                 try:
                     output, by_tier = await self._generate(
                         match, bound, ids, request, relay, tokens
@@ -216,6 +228,8 @@ class Turn:
                     self._counters.why_not_reused = why
             break
         self._counters.reused += tokens // bound.space.block_tokens
+        if not tokens and len(ids) >= _TELLING and relay.prefill > 0:
+            session.computed(len(ids), relay.prefill)
         if await self._workers.run_long(self._unchanged, bound):
             await self._store(session, output)
         else:
@@ -264,7 +278,7 @@ class Turn:
         feed: Job[None] | None = None
         if tokens:
             cache.open_restore(tokens, bound.space.block_tokens)
-            layers = match.layers(into=RestoreView(cache, tokens))
+            layers = match.layers(into=RestoreView(cache, tokens), tokens=tokens)
             self._arrivals = {layer.index: Future() for layer in bound.layers}
             cache.restoring(tokens, self._arrivals)
             feed = self._workers.spawn(_feed, layers, match, self._arrivals, name="hf-feed")
@@ -290,6 +304,7 @@ class Turn:
         Full ids, full mask, and a cache shorter than the prompt: the one combination that every
         version of Transformers answers rightly.
         """
+        relay.begin()
         tensor = torch.tensor([ids], dtype=torch.long, device=input_device(self._model))
         with torch.no_grad():
             output = self._model.generate(

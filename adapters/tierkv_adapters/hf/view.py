@@ -33,6 +33,13 @@ def _sample(held: TierLayer, tensor: str) -> tuple[str, int, int]:
     return spec.dtype, heads, dim
 
 
+def _anchor(cache: TierCache) -> torch.Tensor | None:
+    """Any tensor of the cache; None for a model spread over devices, which is copied by torch."""
+    found = [held.buffer.anchor for held in cache.tiers]
+    known = [tensor for tensor in found if tensor is not None]
+    return known[0] if len({tensor.device for tensor in known}) == 1 else None
+
+
 class RestoreView(View):
     """Memory reserved by :meth:`TierCache.open_restore`.
 
@@ -57,6 +64,10 @@ class RestoreView(View):
     def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
         """Dtype, heads and dim of a tensor."""
         return _sample(_layer(self._cache, layer), tensor)
+
+    def anchor(self) -> torch.Tensor | None:
+        """Any tensor of the cache: it tells on which device all of them are."""
+        return _anchor(self._cache)
 
     def writing(self) -> AbstractContextManager[None]:
         """Inference mode: the buffers may be inference tensors, which only it can write."""
@@ -85,3 +96,7 @@ class CapturedView(View):
     def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
         """Dtype, heads and dim of a tensor."""
         return _sample(_layer(self._cache, layer), tensor)
+
+    def anchor(self) -> torch.Tensor | None:
+        """Any tensor of the cache: it tells on which device all of them are."""
+        return _anchor(self._cache)

@@ -22,7 +22,8 @@ from tierkv.errors import BackendError
 from tierkv.extents import Extent
 from tierkv_backends.nvme import records
 from tierkv_backends.nvme.space import merge
-from tierkv_backends.nvme.transfer import PAGE, failure
+from tierkv_backends.nvme.transfer import PAGE
+from tierkv_backends.results import MISSING, failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,6 @@ __all__ = ["Catalog", "Draft"]
 
 _log = logging.getLogger("tierkv.nvme")
 _SEGMENT: Final = re.compile(r"segment-\d+")
-_MISSING: Final = IoResult(IoStatus.MISSING)
 
 
 class Draft(NamedTuple):
@@ -161,7 +161,7 @@ class Catalog:
             made: list[tuple[Draft, bytes]] = []
             for draft in drafts:
                 if self.newer(draft.stored):
-                    results[draft.item] = _MISSING
+                    results[draft.item] = MISSING
                     continue
                 number = self._journal.next_sequence()
                 try:
@@ -256,7 +256,8 @@ class Catalog:
             for name in os.listdir(self._root):
                 if _SEGMENT.fullmatch(name) is None:
                     with contextlib.suppress(FileNotFoundError):  # a checkpoint removes journals
-                        blocks += os.stat(name, dir_fd=self._root).st_blocks
+                        info = os.stat(name, dir_fd=self._root, follow_symlinks=False)
+                        blocks += info.st_blocks
             self._space.metadata.disk = blocks * 512
 
     # ------------------------------------------------------------------ inside

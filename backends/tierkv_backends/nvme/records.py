@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from tierkv.abc import StoredPart
-from tierkv.blocks import KEY_BYTES, PART_BYTES, BlockKey, PartId
+from tierkv.blocks import PART_BYTES, PartId
 from tierkv.errors import BackendError
 from tierkv.extents import Extent
+from tierkv_backends.records import Fields, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tierkv.abc import StoredPart
 
 __all__ = [
     "DELETE_BYTES",
@@ -43,10 +45,6 @@ UNIT: Final = 32
 _MAGIC: Final = 0x4B54
 _PUT: Final = 1
 _DELETE: Final = 2
-_EXACT: Final = 1
-_LOSSLESS: Final = 2
-_HAS_PARENT: Final = 4
-_HAS_EXPIRY: Final = 8
 _MAX_UNITS: Final = 2**16 - 1
 
 # checksum, magic, kind, flags, units, extents, sequence, generation, part, tenant length
@@ -67,22 +65,16 @@ def encode_put(stored: StoredPart, extents: Sequence[Extent], sequence: int, sal
     Raises:
         BackendError: if a key has the wrong length, or tenant and extents do not fit a record.
     """
-    parent = stored.parent
-    tenant = stored.tenant.encode("utf-8", "surrogatepass")
-    keys = (stored.root,) if parent is None else (stored.root, parent)
-    if len(stored.part) != PART_BYTES or any(len(key) != KEY_BYTES for key in keys):
-        raise BackendError("nvme", f"malformed name, root or parent of part {stored.part.hex()}")
+    try:
+        fields = pack(stored)
+    except ValueError as error:
+        raise BackendError("nvme", str(error)) from error
+    tenant = fields.tenant
     length = _EXTENTS_AT + len(extents) * _EXTENT.size + len(tenant)
     units = -(-length // UNIT)
-    if units > _MAX_UNITS or len(tenant) >= 2**16:
+    if units > _MAX_UNITS:
         sizes = f"{len(extents)} extents, a tenant name of {len(tenant)} bytes"
         raise BackendError("nvme", f"metadata of one part is too long ({sizes}); shorten the name")
-    flags = (
-        (_EXACT if stored.exact else 0)
-        | (_LOSSLESS if stored.lossless else 0)
-        | (_HAS_PARENT if parent is not None else 0)
-        | (_HAS_EXPIRY if stored.expires is not None else 0)
-    )
     record = bytearray(units * UNIT)
     _HEAD.pack_into(
         record,
@@ -90,7 +82,7 @@ def encode_put(stored: StoredPart, extents: Sequence[Extent], sequence: int, sal
         0,
         _MAGIC,
         _PUT,
-        flags,
+        fields.flags,
         units,
         len(extents),
         sequence,
@@ -98,9 +90,7 @@ def encode_put(stored: StoredPart, extents: Sequence[Extent], sequence: int, sal
         stored.part,
         len(tenant),
     )
-    _BODY.pack_into(
-        record, _HEAD.size, stored.nbytes, stored.expires or 0.0, parent or b"", stored.root
-    )
+    _BODY.pack_into(record, _HEAD.size, stored.nbytes, fields.expires, fields.parent, stored.root)
     at = _EXTENTS_AT
     for extent in extents:
         _EXTENT.pack_into(record, at, extent.start, extent.pages)
@@ -188,17 +178,8 @@ def stored_of(record: bytes) -> StoredPart:
     _, _, _, flags, _, extents, _, generation, part, tenant_bytes = _HEAD.unpack_from(record)
     nbytes, expires, parent, root = _BODY.unpack_from(record, _HEAD.size)
     at = _EXTENTS_AT + extents * _EXTENT.size
-    return StoredPart(
-        part=PartId(part),
-        generation=generation,
-        parent=BlockKey(parent) if flags & _HAS_PARENT else None,
-        root=BlockKey(root),
-        nbytes=nbytes,
-        tenant=record[at : at + tenant_bytes].decode("utf-8", "surrogatepass"),
-        exact=bool(flags & _EXACT),
-        lossless=bool(flags & _LOSSLESS),
-        expires=expires if flags & _HAS_EXPIRY else None,
-    )
+    tenant = record[at : at + tenant_bytes]
+    return unpack(part, generation, root, nbytes, Fields(flags, expires, parent, tenant))
 
 
 def _plausible(kind: int, length: int, extents: int, tenant: int) -> bool:

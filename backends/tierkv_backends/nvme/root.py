@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -10,20 +9,28 @@ import logging
 import os
 import secrets
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from tierkv.buffers import Arena
 from tierkv.errors import BackendError, RootLockedError
 from tierkv_backends.nvme.transfer import PAGE, open_at, write_all
+from tierkv_backends.roots import (
+    SUPERBLOCK,
+    make_private,
+    open_directory,
+    read_superblock,
+    refuse_others,
+)
 
 _log = logging.getLogger("tierkv.nvme")
 
-__all__ = ["LOCK", "SUPERBLOCK", "Root", "Superblock"]
+__all__ = ["LOCK", "Root", "Superblock"]
 
 LOCK: Final = "LOCK"
-SUPERBLOCK: Final = "tierkv.json"
 _FORMAT: Final = "tierkv-nvme"
 _VERSION: Final = 1
+_KNOWN: Final = {"format": _FORMAT, "version": _VERSION}
+_RANGES: Final = {"salt": range(2**64), "segment_pages": range(1, 2**32)}
 _PROBE: Final = "probe"
 _UNFINISHED: Final = frozenset({LOCK, SUPERBLOCK + ".tmp", _PROBE})
 """What a process that died while making a root may leave behind."""
@@ -65,18 +72,18 @@ class Root:
 
         Raises:
             RootLockedError: if another process (or engine) owns it.
-            BackendError: if it is not a directory of ours, of another version, or not usable.
+            BackendError: if it is not a directory of ours, of another version, open to others, or
+                not usable.
         """
         self.path = path
         self._tier = tier
         self._lock = -1
-        self.fd = self._open_directory()
+        self.fd = open_directory(tier, path)
         try:
-            self._refuse_foreign()
-            self._check_owner()
+            refuse_others(tier, path, self.fd, set(os.listdir(self.fd)) - _UNFINISHED)
             self._read_superblock()  # another version is refused before anything is touched
             self._lock = self._take_lock()
-            os.fchmod(self.fd, 0o700)
+            make_private(tier, path, self.fd, _log)
             self.superblock = self._read_superblock() or self._make_superblock(segment_pages)
         except OSError as error:
             self.close()
@@ -118,41 +125,6 @@ class Root:
         finally:
             os.unlink(_PROBE, dir_fd=self.fd)
 
-    def _open_directory(self) -> int:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        try:
-            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.path, 0o700)
-            return os.open(self.path, flags)
-        except OSError as error:
-            raise BackendError(
-                self._tier, f"cannot make or open the directory {self.path!r}: {error}"
-            ) from error
-
-    def _refuse_foreign(self) -> None:
-        names = set(os.listdir(self.fd))
-        if names - _UNFINISHED and SUPERBLOCK not in names:
-            raise BackendError(
-                self._tier,
-                f"{self.path!r} holds files that are not tierkv's ({sorted(names)[0]!r}, ...); "
-                "give it a directory of its own",
-            )
-
-    def _check_owner(self) -> None:
-        info, own = os.fstat(self.fd), os.geteuid()
-        if own and info.st_uid != own:
-            raise BackendError(
-                self._tier,
-                f"{self.path!r} belongs to user {info.st_uid}; give it a directory of your own",
-            )
-        if (info.st_uid != own or info.st_mode & 0o022) and os.listdir(self.fd):
-            _log.warning(
-                "tier %r: other users could write into %r; it is private from now on",
-                self._tier,
-                self.path,
-            )
-
     def _take_lock(self) -> int:
         fd = open_at(self.fd, LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -172,36 +144,7 @@ class Root:
         return fd
 
     def _read_superblock(self) -> Superblock | None:
-        try:
-            fd = open_at(self.fd, SUPERBLOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            text = file.read(PAGE)
-        try:
-            return self._parse(json.loads(text))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise BackendError(
-                self._tier,
-                f"{self.path}/{SUPERBLOCK} cannot be read ({error}); the directory is left as it "
-                "is: use another one, or remove it yourself",
-            ) from error
-
-    def _parse(self, values: Any) -> Superblock:
-        if values.get("format") != _FORMAT:
-            raise ValueError(f"format is {values.get('format')!r}, not {_FORMAT!r}")
-        if values.get("version") != _VERSION:
-            raise BackendError(
-                self._tier,
-                f"{self.path!r} has format version {values.get('version')!r}, this program reads "
-                f"{_VERSION}; use another directory, or remove this one yourself",
-            )
-        block = Superblock(**values)
-        for name, low, high in (("salt", 0, 2**64), ("segment_pages", 1, 2**32)):
-            value = getattr(block, name)
-            if type(value) is not int or not low <= value < high:
-                raise ValueError(f"{name} is {value!r}")
-        return block
+        return read_superblock(self._tier, self.path, self.fd, Superblock, _KNOWN, _RANGES)
 
     def _make_superblock(self, segment_pages: int) -> Superblock:
         block = Superblock(_FORMAT, _VERSION, secrets.randbits(64), segment_pages)

@@ -24,6 +24,7 @@ __all__ = ["Metadata", "Space", "merge", "reserve_bytes"]
 
 _SLACK: Final = 32 << 10  # extent trees of fragmented files, the directory's own growth
 _GROW_PAGES: Final = 2048
+_WHOLE_PAGES: Final = 256  # from here on, writing zeros first costs more than it saves later
 
 
 class Metadata:
@@ -87,6 +88,7 @@ class Space:
         self._bare = PageRuns()
         self._bare_in: dict[int, int] = {}  # bare pages per segment
         self._can_punch = True
+        self._raw = False  # whether pages were backed that nobody has written yet
 
     def recover(self, used: Sequence[Extent]) -> None:
         """Take over what is on disk: ``used`` pages are taken, by address, without overlaps.
@@ -114,8 +116,20 @@ class Space:
         self._drop_empty()
         self.data_disk = segments.disk_bytes()
 
-    def allocate(self, pages: int, record: int) -> list[Extent] | None:
+    def take(self, pages: int, record: int) -> list[Extent] | None:
+        """Take pages that are backed already, without any I/O; None where it would take some."""
+        if self.data_disk > self._share(record):
+            return None
+        with self.lock:
+            return self._free.take_split(pages)
+
+    def allocate(self, pages: int, record: int, more: int = 0) -> list[Extent] | None:
         """Take pages for a frame whose metadata record has ``record`` bytes. Blocks.
+
+        Args:
+            pages: What the frame needs.
+            record: Bytes of records of this batch so far.
+            more: Pages that the same batch will ask for next: growing takes them along.
 
         Returns:
             As few extents as possible, or None if the capacity does not allow it.
@@ -130,7 +144,7 @@ class Space:
                 extents = self._free.take_split(pages)
             if extents is not None:
                 return extents
-            if not self._grow(pages, record):
+            if not self._grow(pages, record, more):
                 return None
 
     def free(self, extents: Sequence[Extent]) -> None:
@@ -158,8 +172,20 @@ class Space:
     def _share(self, record: int) -> int:
         return self._capacity - self.metadata.need(record)
 
-    def _grow(self, pages: int, record: int) -> bool:
-        """Back some more pages; False if the capacity does not allow what is missing."""
+    def recount(self) -> None:
+        """Count the blocks of the segments again: first writes may have changed their trees."""
+        if self._raw:
+            with self._resize:
+                self._raw = False
+                self.data_disk = self._segments.disk_bytes()
+
+    def _grow(self, pages: int, record: int, more: int) -> bool:
+        """Back some more pages; False if the capacity does not allow what is missing.
+
+        Large batches get what they are about to write, allocated only: a first write into fresh
+        blocks is slow, but quicker than zeros and a second write. Small frames get a larger piece
+        that is written once here, in few calls.
+        """
         size = self._segments.segment_pages
         with self._resize:
             with self.lock:
@@ -169,10 +195,13 @@ class Space:
                 room = (self._share(record) - self.data_disk) // PAGE
                 if room < missing or self._bare.free < missing:
                     return False
-                part = self._bare.take_first(min(room, max(missing, _GROW_PAGES)), size)
+                whole = missing + more
+                raw = whole >= _WHOLE_PAGES
+                part = self._bare.take_first(min(room, whole if raw else _GROW_PAGES), size)
                 self._count_bare(part, -1)
             try:
-                self._segments.back(part)
+                self._segments.back(part, zero=not raw)
+                self._raw = self._raw or raw
             except OSError:
                 self._add_bare(part)
                 self.data_disk = self._segments.disk_bytes()

@@ -18,14 +18,14 @@ import numpy as np
 
 from tierkv.abc import IoResult, IoStatus
 from tierkv.buffers import Arena, ArenaBuffer
+from tierkv_backends.results import failure
 
-__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "failure", "move", "open_at", "write_all"]
+__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "move", "open_at", "write_all"]
 
 PAGE: Final = 4096
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 _CALL_MAX: Final = 1 << 30  # one call moves at most 2 GiB - 4 KiB on Linux
 _BOUNCE: Final = 1 << 20
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _Call = Callable[[int, Sequence[memoryview], int], int]
 
@@ -174,7 +174,8 @@ def open_at(root: int, name: str, flags: int) -> int:
         OSError: also if ``name`` is a symbolic link: whoever could put it there must not choose
             which file of ours is written.
     """
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root)
+    safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a named pipe holds nobody up
+    return os.open(name, flags | safe, 0o600, dir_fd=root)
 
 
 def move(
@@ -229,11 +230,6 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, "the file accepts no more bytes")
         view = view[done:]
         offset += done
-
-
-def failure(error: OSError) -> IoResult:
-    """Result of an item whose I/O raised ``error``."""
-    return IoResult(IoStatus.FULL if error.errno in _NO_ROOM else IoStatus.ERROR, error)
 
 
 def _address(memory: memoryview) -> int:

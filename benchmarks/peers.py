@@ -1,0 +1,430 @@
+"""The same work on tierkv and on LMCache, side by side: times, restarts, faults.
+
+Each row is one operation, done by both in turns (LMCache in a process of its own, see
+:mod:`benchmarks.peers_env`), on one torch thread each and on the same disk. ``ratio`` > 1 says
+that tierkv is ahead: CPU microseconds an operation, LMCache / tierkv; GB/s, tierkv / LMCache; median
+over the pairs, with quartiles. The engine verifies checksums throughout, LMCache has none. Probes
+(:mod:`benchmarks.peers_probes`) do the same damage to both: ``held`` is whether what came back was
+right or a miss, in bounded time.
+
+Run with ``python -m benchmarks.peers [--json] [--quick] [--only OP ...]``; exit status 1 if a bound
+is missed, 2 if LMCache cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+
+import tierkv
+from benchmarks.peers_env import Peer, find_python
+from benchmarks.peers_probes import PROBES, probe
+from benchmarks.report import emit, spread
+from tierkv.session.nowait import get_nowait
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from benchmarks.report import Cell
+
+__all__ = ["disk_rows", "probe_rows", "ram_rows", "restart_row"]
+
+_BLOCK, _HEADS, _DIM = 16, 8, 128
+SMALL_BYTES = 64 << 10
+LARGE_BYTES = 32 << 20
+_COPIES = 256
+
+
+class Timed(NamedTuple):
+    """What one round took, in seconds, and how many operations (or bytes) it had."""
+
+    wall: float
+    cpu: float
+    operations: float
+
+    @property
+    def us(self) -> float:
+        """CPU microseconds of one operation."""
+        return self.cpu / self.operations * 1e6
+
+    @property
+    def gb_s(self) -> float:
+        """Gigabytes a second."""
+        return self.operations / self.wall / 1e9
+
+
+@contextmanager
+def _clock(out: list[Timed], operations: float) -> Iterator[None]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    out.append(Timed(time.perf_counter() - wall, time.process_time() - cpu, operations))
+
+
+def _space(layers: int, block: int) -> tierkv.Space:
+    layout = tierkv.Layout.uniform(layers, _HEADS, _DIM, "bfloat16")
+    return tierkv.Space(tierkv.Identity("peers", "1"), layout, block_tokens=block)
+
+
+def _paged(layers: int, blocks: int, block: int) -> Any:
+    shape = (blocks, _HEADS, block, _DIM)
+    pools = [(torch.ones(shape).bfloat16(), torch.ones(shape).bfloat16()) for _ in range(layers)]
+    return tierkv.views.paged(pools, list(range(blocks)))
+
+
+class _Side:
+    """An engine on a loop of its own."""
+
+    def __init__(self, space: tierkv.Space, tiers: Sequence[tierkv.Tier], **settings: Any) -> None:
+        self.space = space
+        self.engine = tierkv.open(tiers=list(tiers), space=space, **settings)
+        self._runner = asyncio.Runner()
+        self.stack = AsyncExitStack()
+
+    def __enter__(self) -> Self:
+        self.run(self.stack.enter_async_context(self.engine))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.run(self.stack.aclose())
+        self._runner.close()
+
+    def run(self, what: Any) -> Any:
+        """Run a coroutine to its end."""
+        return self._runner.run(what)
+
+    async def session(self, name: str) -> Any:
+        """An open session."""
+        return await self.stack.enter_async_context(self.engine.session(name))
+
+
+class Ram(_Side):
+    """64 KiB blocks in RAM: one long history, and single blocks beside it."""
+
+    def __init__(self, chunks: int) -> None:
+        room = chunks * (SMALL_BYTES + 4096)  # a frame has a header page
+        super().__init__(_space(1, _BLOCK), [tierkv.Tier("host", room, options={"touch": room})])
+        self._chunks = chunks
+        self._fresh = 1 << 20
+
+    def fill(self, history: int) -> None:
+        """Store a history of so many blocks, and blocks without relations in the rest."""
+        self.run(self._fill(history))
+
+    async def _fill(self, history: int) -> None:
+        self._session = await self.session("history")
+        self._ids = [n % 50_000 for n in range(history * _BLOCK)]
+        memory = _paged(1, history, _BLOCK)
+        stored = await self._session.store(self._ids, memory)
+        assert stored.stored == history
+        self._history = history
+        self._one, self._some = _paged(1, 1, _BLOCK), _paged(1, _COPIES, _BLOCK)
+        self._other = await self.session("others")
+        for _ in range(self._chunks - history):
+            await self._store(1)
+
+    async def _store(self, blocks: int) -> None:
+        """Store blocks that were never seen, each of a history of its own."""
+        for _ in range(blocks):
+            self._fresh += 1
+            stored = await self._other.store([self._fresh] * _BLOCK, self._one)
+            assert stored.stored == 1
+
+    def get(self) -> Timed:
+        """Take each block in place and release it."""
+
+        async def go() -> None:
+            session = self._session
+            with _clock(out, self._history):
+                for block in range(self._history):
+                    get_nowait(session, block).release()
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+    def get_tensor(self) -> Timed:
+        """As :meth:`get`, and look at its memory as a tensor (which checks the header)."""
+
+        async def go() -> None:
+            session = self._session
+            with _clock(out, self._history):
+                for block in range(self._history):
+                    with get_nowait(session, block) as held:
+                        held.tensor(0, "k")
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+    def lease(self, blocks: int) -> None:
+        """Keep the first blocks of the history leased."""
+        match = self._session.match(self._ids[: blocks * _BLOCK])
+        found = self.run(self.stack.enter_async_context(match))
+        assert found.tokens == blocks * _BLOCK
+
+    def copy(self) -> Timed:
+        """Match and load 256 blocks in one call."""
+
+        async def go() -> None:
+            with _clock(out, _COPIES):
+                async with self._session.match(self._ids[: _COPIES * _BLOCK]) as match:
+                    loaded = await match.load(self._some)
+            assert loaded.tokens == _COPIES * _BLOCK
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+    def put_full(self, count: int) -> Timed:
+        """Store single blocks, each of which needs an eviction."""
+
+        async def go() -> None:
+            with _clock(out, count):
+                await self._store(count)
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+
+class Disk(_Side):
+    """32 MiB blocks on disk: 256 tokens of a model with 32 layers."""
+
+    def __init__(self, directory: Path, chunks: int) -> None:
+        room = (3 * chunks + 2) * LARGE_BYTES
+        tier = tierkv.Tier("nvme", room, path=str(directory))
+        super().__init__(_space(32, 256), [tier], staging=chunks * LARGE_BYTES + (64 << 20))
+        self._chunks = chunks
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Make its memory real, and have segments that were written before."""
+        self._memory = _paged(32, self._chunks, 256)
+        self._session = self.run(self.session("disk"))
+        for _ in range(3):
+            self.put(sync=False)
+
+    def _ids(self) -> list[int]:
+        return [self._turn] * (256 * self._chunks)
+
+    def put(self, *, sync: bool) -> Timed:
+        """Store new blocks until they are written; with ``sync``, until they are durable."""
+
+        async def go() -> None:
+            self._turn += 1
+            with _clock(out, self._chunks * LARGE_BYTES):
+                stored = await self._session.store(self._ids(), self._memory)
+                if sync:
+                    await self._session.flush()
+            assert stored.stored == self._chunks
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+    def read(self) -> Timed:
+        """Load the blocks that were stored last, which are in no cache, into the caller's memory."""
+
+        async def go() -> None:
+            with _clock(out, self._chunks * LARGE_BYTES):
+                async with self._session.match(self._ids()) as match:
+                    loaded = await match.load(self._memory)
+            assert loaded.by_tier == {"nvme": 256 * self._chunks}
+
+        out: list[Timed] = []
+        self.run(go())
+        return out[0]
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def _pairs(
+    ours: Callable[[], Timed], theirs: Callable[[], Timed], repeats: int
+) -> tuple[list[Timed], list[Timed]]:
+    """Both in turns; one more pair warms up."""
+    a, b = [], []
+    for number in range(repeats + 1):
+        for mine in (True, False) if number % 2 else (False, True):
+            (a if mine else b).append(ours() if mine else theirs())
+    return a[1:], b[1:]
+
+
+def _row(
+    op: str, unit: str, bound: float, pairs: tuple[list[Timed], list[Timed]]
+) -> dict[str, Cell]:
+    mine, its = ([t.us if unit == "CPU us" else t.gb_s for t in side] for side in pairs)
+    ratios = [b / a if unit == "CPU us" else a / b for a, b in zip(mine, its, strict=True)]
+    ratio = spread(ratios)
+    return {
+        "op": op,
+        "unit": unit,
+        "tierkv": spread(mine).median,
+        "lmcache": spread(its).median,
+        "ratio": ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "bound": bound,
+        "ok": ratio.median >= bound,
+    }
+
+
+def _asking(peer: Peer, op: str, name: str, **args: Any) -> Callable[[], Timed]:
+    return lambda: Timed(**peer.ask(op, name, **args))
+
+
+def ram_rows(peer: Peer, chunks: int, leased: int, repeats: int) -> Iterator[dict[str, Cell]]:
+    """64 KiB operations in RAM.
+
+    Args:
+        peer: The other side.
+        chunks: Blocks that fill the tier.
+        leased: Blocks that are leased (pinned) while others are put.
+        repeats: Interleaved pairs.
+    """
+    count = max(1, min(20, (chunks - leased) // 4))
+    peer.ask("make", "ram", "ram", chunks=chunks)
+    with Ram(chunks) as ours:
+        ours.fill(leased)
+        for op, name in (("get+release", "get"), ("get, tensor, release", "get_tensor")):
+            pairs = _pairs(getattr(ours, name), _asking(peer, name, "ram"), repeats)
+            yield _row(f"64 KiB {op}", "CPU us", 1.0, pairs)
+        pairs = _pairs(ours.copy, _asking(peer, "copy", "ram"), repeats)
+        yield _row(f"64 KiB copied out, {_COPIES} a batch", "CPU us", 1.0, pairs)
+        ours.lease(leased)
+        peer.ask("pin", "ram", count=leased)
+        theirs = _asking(peer, "put_full", "ram", count=count)
+        pairs = _pairs(lambda: ours.put_full(count), theirs, repeats)
+        bound = 100.0 if leased >= 7000 else 1.0  # their scan is as long as what is pinned
+        yield _row(f"64 KiB put when full, {leased} leased", "CPU us", bound, pairs)
+    peer.ask("close", "ram")
+
+
+def disk_rows(peer: Peer, directory: str, chunks: int, repeats: int) -> Iterator[dict[str, Cell]]:
+    """32 MiB chunks on disk, against both of the peer's ways to write files."""
+    place = Path(directory)
+    with Disk(place / "tierkv", chunks) as ours:
+        ours.begin()
+        for mode, direct in (("buffered", False), ("O_DIRECT", True)):
+            where = str(place / mode)
+            peer.ask("make", mode, "disk", directory=where, chunks=chunks, direct=direct)
+            for what, sync in (("put", False), ("put, durable", True)):
+                theirs = _asking(peer, "put", mode, sync=sync)
+                pairs = _pairs(lambda sync=sync: ours.put(sync=sync), theirs, repeats)
+                yield _row(f"disk {what}; theirs {mode}", "GB/s", 1.5, pairs)
+            pairs = _pairs(ours.read, _asking(peer, "read", mode), repeats)
+            yield _row(f"disk cold read; theirs {mode}", "GB/s", 1.5, pairs)
+            peer.ask("close", mode)
+
+
+def restart_row(peer: Peer, directory: str, chunks: int = 50) -> dict[str, Cell]:
+    """How much of what was stored (and, here, flushed) a new process finds."""
+
+    async def go() -> float:
+        tier = tierkv.Tier("nvme", "64MiB", path=f"{directory}/restart")
+        ids, memory, found = [n % 999 for n in range(chunks * _BLOCK)], None, 0
+        for turn in range(2):
+            async with tierkv.open(tiers=[tier], space=_space(1, _BLOCK)) as engine:
+                async with engine.session("restart") as session:
+                    if turn:
+                        async with session.match(ids) as match:
+                            found = match.tokens
+                    else:
+                        memory = _paged(1, chunks, _BLOCK)
+                        await session.store(ids, memory)
+        return found / len(ids)
+
+    theirs = peer.ask("restart", directory=f"{directory}/their-restart", chunks=chunks)
+    mine, its = asyncio.run(go()), theirs["found"] / theirs["operations"]
+    row: dict[str, Cell] = {"op": "found after a restart", "unit": "share"}
+    return row | {
+        "tierkv": mine,
+        "lmcache": its,
+        "ratio": mine / its if its else None,
+        "low": None,
+        "high": None,
+        "bound": None,
+        "ok": mine == 1.0,
+    }
+
+
+def probe_rows(python: Path, directory: str, names: Sequence[str]) -> Iterator[dict[str, Cell]]:
+    """The fault probes: what tierkv made of them, and what LMCache did."""
+    for name in names:
+        held, told = probe(name, Path(directory) / "tierkv-probes")
+        try:
+            with Peer(python) as peer:  # its own process: it may hang afterwards
+                said = peer.ask("probe", which=name, directory=f"{directory}/{name}")
+        except RuntimeError as error:
+            said = [False, str(error)]
+        yield {
+            "probe": name,
+            "tierkv": "held" if held else "NOT held",
+            "lmcache": "held" if said[0] else "not held",
+            "tierkv_told": told,
+            "lmcache_told": said[1],
+            "ok": held,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; exit status 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="small counts: shows that it works")
+    parser.add_argument("--repeats", type=int, default=15, help="pairs per row")
+    parser.add_argument("--directory", help="on the disk to measure; default: the temporary one")
+    parser.add_argument("--only", nargs="+", choices=("ram", "disk", "restart", "probes"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    wanted = args.only or ("ram", "disk", "restart", "probes")
+    repeats = 3 if args.quick else args.repeats
+    try:
+        python = find_python()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows: list[dict[str, Cell]] = []
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="tierkv-peers-") as place:
+        with Peer(python) as peer:
+            if "ram" in wanted:
+                chunks, leased = (400, 300) if args.quick else (8000, 7000)
+                rows += ram_rows(peer, chunks, leased, repeats)
+            if "restart" in wanted:
+                rows.append(restart_row(peer, place, 5 if args.quick else 50))
+        with Peer(python) as peer:
+            if "disk" in wanted:
+                rows += disk_rows(peer, place, 2 if args.quick else 12, repeats)
+        probes = list(probe_rows(python, place, PROBES)) if "probes" in wanted else []
+    _show(rows, probes, args.json)
+    return 0 if all(row["ok"] for row in [*rows, *probes]) else 1
+
+
+def _show(rows: list[dict[str, Cell]], probes: list[dict[str, Cell]], json_flag: bool) -> None:
+    if json_flag:
+        emit("peers", [*rows, *probes], json_flag)
+        return
+    keys = ("op", "unit", "tierkv", "lmcache", "ratio", "low", "bound", "ok")
+    if rows:
+        emit("peers", [{key: row[key] for key in keys} for row in rows], json_flag)
+    if probes:
+        keys = ("probe", "tierkv", "lmcache", "lmcache_told")
+        emit("fault probes", [{key: row[key] for key in keys} for row in probes], json_flag)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""Loops of the codecs whose groups share a minimum and a step.
+
+The rules of :mod:`tierkv_codecs.loops` hold here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "codes_by_channel",
+    "codes_by_row",
+    "extremes_by_channel",
+    "extremes_by_row",
+    "field_by_channel",
+    "field_by_row",
+    "pack_field",
+    "two_fields_by_channel",
+    "two_fields_by_row",
+]
+
+_Array = Any
+_HALF = np.uint32(0x7FFF)
+_ONE = np.uint32(1)
+_HIGH = np.uint32(16)
+_FIFTEEN16 = np.int16(15)
+_LOWER = np.int16(0x7FFF)
+
+
+def extremes_by_channel(source: _Array, tokens: int, size: int, low: _Array, high: _Array) -> None:
+    """Smallest and largest of each group of ``size`` tokens, as keys that order like the numbers.
+
+    The key of a number is its bits as int16, the lower 15 inverted where it is negative; NaN lies
+    beyond the infinities.
+
+    Args:
+        source: bfloat16 as its bits, int16 ``[heads * tokens, dim]``.
+        tokens: Rows of a head.
+        size: Tokens of a group.
+        low: int16 ``[heads * groups, dim]``, filled with the largest key.
+        high: As ``low``, filled with the smallest.
+    """
+    rows, dim = source.shape
+    count = (tokens + size - 1) // size
+    for row in range(rows):
+        group = row // tokens * count + row % tokens // size
+        numbers, least, most = source[row], low[group], high[group]
+        for d in range(dim):
+            number = np.int16(numbers[d])
+            key = np.int16(number ^ ((number >> _FIFTEEN16) & _LOWER))
+            least[d] = min(least[d], key)
+            most[d] = max(most[d], key)
+
+
+def extremes_by_row(source: _Array, size: int, low: _Array, high: _Array) -> None:
+    """As :func:`extremes_by_channel` for rows, groups of ``size`` numbers; low ``[rows, groups]``."""
+    for row in range(source.shape[0]):
+        for group in range(low.shape[1]):
+            numbers = source[row, group * size : (group + 1) * size]
+            least, most = low[row, group], high[row, group]
+            for d in range(numbers.size):
+                number = np.int16(numbers[d])
+                key = np.int16(number ^ ((number >> _FIFTEEN16) & _LOWER))
+                least = min(least, key)
+                most = max(most, key)
+            low[row, group] = least
+            high[row, group] = most
+
+
+def codes_by_channel(
+    source: _Array,
+    low: _Array,
+    inverse: _Array,
+    top: _Array,
+    tokens: int,
+    size: int,
+    codes: _Array,
+) -> None:
+    """Nearest codes 0 to ``top`` of ``(number - low) * inverse``, groups of ``size`` tokens.
+
+    Args:
+        source: bfloat16 as its bits, uint16 ``[heads * tokens, dim]``.
+        low: float32 ``[heads * groups, dim]``.
+        inverse: As ``low``; 0 for constant groups.
+        top: The highest code, float32.
+        tokens: Rows of a head.
+        size: Tokens of a group.
+        codes: uint8, as ``source``.
+    """
+    rows, dim = source.shape
+    count = (tokens + size - 1) // size
+    for row in range(rows):
+        group = row // tokens * count + row % tokens // size
+        numbers, m, s, target = source[row], low[group], inverse[group], codes[row]
+        for d in range(dim):
+            number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
+            scaled = np.rint(np.float32(number - m[d]) * s[d])
+            target[d] = np.uint8(np.int32(min(scaled, top)))
+
+
+def codes_by_row(
+    source: _Array, low: _Array, inverse: _Array, top: _Array, size: int, codes: _Array
+) -> None:
+    """As :func:`codes_by_channel` for rows, groups of ``size`` numbers; low ``[rows, groups]``."""
+    for row in range(source.shape[0]):
+        for group in range(low.shape[1]):
+            s, m = inverse[row, group], low[row, group]
+            numbers = source[row, group * size : (group + 1) * size]
+            target = codes[row, group * size : (group + 1) * size]
+            for d in range(target.size):
+                number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
+                scaled = np.rint(np.float32(number - m) * s)
+                target[d] = np.uint8(np.int32(min(scaled, top)))
+
+
+def pack_field(codes: _Array, low: int, width: int, area: _Array) -> None:
+    """Pack ``width`` bits of every code, from bit ``low`` on; see :mod:`tierkv_codecs.packing`.
+
+    Args:
+        codes: uint8 ``[rows, dim]``.
+        low: Lowest bit of the field.
+        width: Bits of the field.
+        area: uint8 ``[byte rows, dim]``.
+    """
+    rows, dim = codes.shape
+    step = area.shape[0]
+    mask = np.uint32((1 << width) - 1)
+    down = np.uint32(low)
+    for first in range(step):
+        target = area[first]
+        for part in range(8 // width):
+            up = np.uint32(part * width)
+            if part == 0:
+                source = codes[first]
+                for d in range(dim):
+                    target[d] = np.uint8((np.uint32(source[d]) >> down) & mask)
+            elif part * step + first < rows:
+                source = codes[part * step + first]
+                for d in range(dim):
+                    field = ((np.uint32(source[d]) >> down) & mask) << up
+                    target[d] = np.uint8(np.uint32(target[d]) | field)
+
+
+def field_by_channel(
+    area: _Array, width: int, step: _Array, low: _Array, tokens: int, size: int, out: _Array
+) -> None:
+    """``code * step + low`` for ``[heads * tokens, dim]``, groups of ``size`` tokens.
+
+    Args:
+        area: uint8 ``[byte rows, dim]``: codes of one field, see :mod:`tierkv_codecs.packing`.
+        width: Bits of a code, 1 to 8.
+        step: float32 ``[heads * groups, dim]``.
+        low: As ``step``.
+        tokens: Rows of a head.
+        size: Tokens of a group.
+        out: ``[heads * tokens, dim]``.
+    """
+    rows, dim = out.shape
+    count = (tokens + size - 1) // size
+    mask = np.uint32((1 << width) - 1)
+    for row in range(rows):
+        group = row // tokens * count + row % tokens // size
+        part = row // area.shape[0]
+        bytes_, s, m = area[row - part * area.shape[0]], step[group], low[group]
+        shift = np.uint32(part * width)
+        target = out[row]
+        for d in range(dim):
+            code = np.float32(np.int32((np.uint32(bytes_[d]) >> shift) & mask))
+            bits = np.float32(code * s[d] + m[d]).view(np.uint32)
+            target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def field_by_row(
+    area: _Array, width: int, step: _Array, low: _Array, size: int, out: _Array
+) -> None:
+    """As :func:`field_by_channel` for rows, groups of ``size`` numbers; step ``[rows, groups]``."""
+    mask = np.uint32((1 << width) - 1)
+    for row in range(out.shape[0]):
+        part = row // area.shape[0]
+        source = area[row - part * area.shape[0]]
+        shift = np.uint32(part * width)
+        for group in range(step.shape[1]):
+            s, m = step[row, group], low[row, group]
+            bytes_ = source[group * size : (group + 1) * size]
+            target = out[row, group * size : (group + 1) * size]
+            for d in range(target.size):
+                code = np.float32(np.int32((np.uint32(bytes_[d]) >> shift) & mask))
+                bits = np.float32(code * s + m).view(np.uint32)
+                target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def two_fields_by_channel(
+    lower: _Array,
+    upper: _Array,
+    widths: tuple[int, int],
+    step: _Array,
+    low: _Array,
+    tokens: int,
+    size: int,
+    out: _Array,
+) -> None:
+    """As :func:`field_by_channel` for codes of two fields, each with an area of its own."""
+    rows, dim = out.shape
+    count = (tokens + size - 1) // size
+    mask, more = np.uint32((1 << widths[0]) - 1), np.uint32((1 << widths[1]) - 1)
+    up = np.uint32(widths[0])
+    for row in range(rows):
+        group = row // tokens * count + row % tokens // size
+        part, other = row // lower.shape[0], row // upper.shape[0]
+        first, second = lower[row - part * lower.shape[0]], upper[row - other * upper.shape[0]]
+        s, m, target = step[group], low[group], out[row]
+        shift, skip = np.uint32(part * widths[0]), np.uint32(other * widths[1])
+        for d in range(dim):
+            field = (np.uint32(first[d]) >> shift) & mask
+            rest = (np.uint32(second[d]) >> skip) & more
+            code = np.float32(np.int32(field | (rest << up)))
+            bits = np.float32(code * s[d] + m[d]).view(np.uint32)
+            target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def two_fields_by_row(
+    lower: _Array,
+    upper: _Array,
+    widths: tuple[int, int],
+    step: _Array,
+    low: _Array,
+    size: int,
+    out: _Array,
+) -> None:
+    """As :func:`field_by_row` for codes of two fields, each with an area of its own."""
+    mask, more = np.uint32((1 << widths[0]) - 1), np.uint32((1 << widths[1]) - 1)
+    up = np.uint32(widths[0])
+    for row in range(out.shape[0]):
+        part, other = row // lower.shape[0], row // upper.shape[0]
+        first, second = lower[row - part * lower.shape[0]], upper[row - other * upper.shape[0]]
+        shift, skip = np.uint32(part * widths[0]), np.uint32(other * widths[1])
+        for group in range(step.shape[1]):
+            s, m = step[row, group], low[row, group]
+            here = slice(group * size, (group + 1) * size)
+            one, two, target = first[here], second[here], out[row, here]
+            for d in range(target.size):
+                field = (np.uint32(one[d]) >> shift) & mask
+                rest = (np.uint32(two[d]) >> skip) & more
+                code = np.float32(np.int32(field | (rest << up)))
+                bits = np.float32(code * s + m).view(np.uint32)
+                target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH

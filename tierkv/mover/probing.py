@@ -1,0 +1,89 @@
+"""Reads that the engine makes for itself: does a broken tier answer again, is a slow one faster?
+
+Nobody waits for them, and they take only memory that is free right now.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv.abc import ReadRequest
+from tierkv.errors import ClosedError
+from tierkv.frame import page_round
+from tierkv.mover.reforming import longest
+from tierkv.mover.staged import stage_nowait
+from tierkv.workers import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkv.decisions.types import FoundPart
+    from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
+
+__all__ = ["probe", "refresh"]
+
+_PAGE = 4096
+_STALE_S = 5.0  # a tier is read for its cost alone once in this time, at most
+_PARTS = 8
+_BYTES = 8 << 20
+
+
+def probe(core: Core, level: Level) -> None:
+    """Try a read of a tier whose breaker is open, if it is time for it. Called at every tick."""
+    now, breaker = core.clock(), core.decisions.costs.breaker(level.index, "read")
+    if level.memory is not None or breaker.closed or level.probing or not breaker.admits(now):
+        return
+    found = next(iter(core.decisions.parts(level.index)), None)
+    if found is None:
+        # nothing to read: nobody can come to harm
+        if core.decisions.admit(level.index, "read", now):
+            core.decisions.sample(level.index, "read", 0, 0.0, now)
+            core.watch.tell(level)
+        return
+    part, generation, _ = found
+    _start(core, level, [ReadRequest(part, generation, 0, _PAGE)])
+
+
+def refresh(core: Core, level: Level, parts: Sequence[FoundPart]) -> None:
+    """Read a few parts of a slow tier, if its last read was a while ago.
+
+    At most 8 parts and 8 MiB every 5 s and tier. They need no lease: what is being read is not
+    deleted.
+    """
+    last = core.decisions.costs.sampled(level.index)
+    if level.probing or not core.usable(level) or core.clock() - last < _STALE_S:
+        return
+    requests: list[ReadRequest] = []
+    total, most = 0, min(_BYTES, core.window_bytes)
+    for found in parts[:_PARTS]:
+        length = page_round(longest(level, found.nbytes))
+        if requests and total + length > most:
+            break
+        requests.append(ReadRequest(found.part, found.generation, 0, length))
+        total += length
+    if requests:
+        _start(core, level, requests)
+
+
+def _start(core: Core, level: Level, requests: Sequence[ReadRequest]) -> None:
+    level.probing = True
+    try:
+        core.workers.spawn(_read, core, level, requests, name="probe", lane=Lane.PREFETCH)
+    except ClosedError:
+        level.probing = False
+
+
+async def _read(core: Core, level: Level, requests: Sequence[ReadRequest]) -> None:
+    try:
+        slices = stage_nowait(core.staging, [request.length for request in requests])
+        if slices is None:
+            return  # memory is short: another time
+        try:
+            into = [piece.padded[: r.length] for piece, r in zip(slices, requests, strict=True)]
+            await core.read(level, requests, into)
+        finally:
+            for piece in slices:
+                piece.release()
+    finally:
+        level.probing = False

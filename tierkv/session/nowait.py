@@ -1,0 +1,165 @@
+"""One block in place: a leased view of a frame in RAM, without an await and without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from tierkv.blocks import part_id
+from tierkv.chains import RAW
+from tierkv.errors import ClosedError, IntegrityError, LayoutError
+from tierkv.pipeline import open_frame, verify
+from tierkv.sections import bits_over
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from tierkv.blocks import PartId
+    from tierkv.frame import Header
+    from tierkv.mover.core import Core
+    from tierkv.session.base import Handle
+    from tierkv.session.table import SessionState
+
+__all__ = ["Held", "get_nowait"]
+
+
+class Held:
+    """A part of one block where it lies in RAM, leased until :meth:`release`.
+
+    The lease is as real as a match's: the memory is neither evicted, moved nor overwritten while
+    it lasts, and the decision log records it. Release it on the engine's loop, once
+    (``with session.get_nowait(3) as held``); tensors taken out of it are memory of the tier, which
+    must not be written, and not be read after the release.
+    """
+
+    __slots__ = ("_core", "_generation", "_header", "_lease", "_memory", "_part", "_state", "_tier")
+
+    def __init__(
+        self, core: Core, state: SessionState, part: PartId, found: tuple[int, int, int]
+    ) -> None:
+        # a view of 64 KiB is worth 2 us: what can wait until somebody looks at it waits
+        self._core = core
+        self._state = state
+        self._part = part
+        self._lease, self._tier, self._generation = found
+        self._header: Header | None = None
+
+    def __repr__(self) -> str:
+        state = f"lease {self._lease}" if self._lease else "released"
+        return f"<Held {self._part.hex()[:12]}: {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the block.
+
+        Raises:
+            ClosedError: if it was released.
+            IntegrityError: if the frame is not the one that was asked for.
+        """
+        return self._open().tokens
+
+    def tensor(self, layer: int, name: str) -> torch.Tensor:
+        """One tensor ``[heads, tokens, dim]`` (a state: its own shape), in the tier's memory.
+
+        The first call checks the frame's header: its checksum, and that it is this part of this
+        space in this generation. The payload is not summed: see :meth:`verify`.
+
+        Raises:
+            ClosedError: if it was released.
+            IntegrityError: if the frame is not the one that was asked for.
+            LayoutError: if it has no such tensor, or keeps it through a codec (then there is
+                nothing to look at in place: load it).
+        """
+        header = self._open()
+        for section in header.sections:
+            if section.layer == layer and section.tensor == name:
+                break
+        else:
+            raise LayoutError(f"the block has no {name!r} of layer {layer}")
+        if section.chain != RAW:
+            raise LayoutError(
+                f"layer {layer}, {name!r} is stored as {section.chain}: load it with match.load()"
+            )
+        import torch
+
+        data = self._memory[section.offset : section.offset + section.nbytes]
+        kind: torch.dtype = getattr(torch, section.dtype)
+        return bits_over(data, section.dtype, section.shape).view(kind)
+
+    def verify(self) -> None:
+        """Check the payload's checksums, at the cost of reading every byte.
+
+        Raises:
+            ClosedError: if it was released.
+            IntegrityError: if the frame is damaged. Loads find that too, and forget it.
+        """
+        verify(self._open(), self._memory)
+
+    def release(self) -> None:
+        """Give the lease back. Idempotent; no await."""
+        lease, self._lease = self._lease, 0
+        if lease:
+            core = self._core
+            drops = core.decisions.release(lease, core.clock())
+            if drops:
+                core.free(drops)
+
+    def _open(self) -> Header:
+        if not self._lease:
+            raise ClosedError("this view was released; get a new one")
+        header = self._header
+        if header is None:
+            memory = self._core.levels[self._tier].memory
+            buffer = memory.borrow(self._part, self._generation) if memory is not None else None
+            if buffer is None:  # damaged: its bytes are kept for the lease, but no longer given out
+                raise IntegrityError("the block was taken back as damaged; treat it as missing")
+            self._memory, state = buffer.memory, self._state
+            header = self._header = open_frame(
+                self._memory, state.space, self._part, self._generation, state.root
+            )
+        return header
+
+
+def get_nowait(session: Handle, block: int, group: int = 0) -> Held | None:
+    """Take a block of the session's history where it lies in RAM.
+
+    It is found by its key, moves nothing and counts as no use of the block for the eviction
+    policy: what a reader wants kept, it matches.
+
+    Args:
+        session: An open handle on the session.
+        block: Number of the block in the history (the tokens of the last match or store).
+        group: Group of layers.
+
+    Returns:
+        The leased view; None if the block has no exact copy in a memory tier now, or the history
+        is not that long.
+
+    Raises:
+        ClosedError: if the session or the engine is closed.
+    """
+    session.check_open()
+    core, state = session.runtime.core, session.state
+    keys = state.chain.keys
+    if not 0 <= block < len(keys):
+        return None
+    part = part_id(keys[block], group)
+    found = core.decisions.hold_part(part, core.clock())
+    if found is None:
+        return None
+    if core.levels[found[1]].memory is None:
+        core.free(core.decisions.release(found[0], core.clock()))
+        return None
+    return Held(core, state, part, found)
