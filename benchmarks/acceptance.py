@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 
     from benchmarks.report import Cell
 
-_KILLS = 50
+_KILLS = 100  # twice: with intact and with torn journals
+_CANCELS = 10_000
+_STORM_S = 60.0
+_REOPENED = 100_000
+_REOPEN_CPU_S = 2.0
 _STRESS = ("tests/engine", "tests/decisions", "tests/backends", "tests/identity")
 Row = dict[str, "Cell"]
 
 
 def _scale() -> float:
     return float(os.environ.get("TIERKV_SCALE", "1"))
+
+
+def _count(full: int) -> int:
+    return max(1, round(full * _scale()))
 
 
 def _row(check: str, what: str, value: float, bound: str, *, ok: bool) -> Row:
@@ -50,7 +58,7 @@ def _json(*command: str) -> dict[str, Any]:
 
 def crash() -> Iterator[Row]:
     """SIGKILL a writer again and again; half of the kills also tear the journal."""
-    kills = max(1, round(_KILLS * _scale()))
+    kills = _count(_KILLS)
     for tear in (False, True):
         with tempfile.TemporaryDirectory(prefix="tierkv-crash-") as folder:
             report: CrashReport = run_crashes(Path(folder), kills, seed=1, tear=tear)
@@ -106,6 +114,148 @@ def demo() -> Iterator[Row]:
     )
 
 
+def faults() -> Iterator[Row]:
+    """Cancelled calls, a failing backend, SIGKILLs, and opening 100,000 blocks again."""
+    from benchmarks.faults import KINDS, cancels
+
+    # the full count on each backend
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory(prefix="tierkv-faults-") as folder:
+            found = cancels(kind, Path(folder), _count(_CANCELS), seed=1)
+        calls = sum(found.calls.values())
+        what = f"{kind}: {found.cancels} cancels in {calls} calls, {found.hung} hung: problems"
+        _tell(found.problems)
+        yield _row("faults", what, len(found.problems), "0", ok=not found.problems)
+        yield _row(
+            "faults",
+            f"{kind}: wrong or late bytes",
+            found.wrong + found.late,
+            "0",
+            ok=not found.wrong + found.late,
+        )
+    yield from _storms()
+    yield from crash()
+    yield from _reopen(_count(_REOPENED))
+
+
+def _tell(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+
+
+def _storms() -> Iterator[Row]:
+    import asyncio
+
+    from tierkv.testing.storm import storm
+
+    for kind in ("nvme", "file"):
+        with tempfile.TemporaryDirectory(prefix="tierkv-storm-") as folder:
+            seconds = max(1.0, _STORM_S * _scale())
+            found = asyncio.run(storm(Path(folder), seconds=seconds, share=0.1, seed=1, kind=kind))
+        _tell(found.problems)
+        failed = sum(found.injected.values())
+        what = f"{kind}: {seconds:g} s, {failed} batches of a tenth went wrong, {found.loads} loads"
+        yield _row("faults", f"{what}: problems", len(found.problems), "0", ok=not found.problems)
+        yield _row("faults", f"{kind}: wrong bytes", found.wrong, "0", ok=not found.wrong)
+        ok = failed > 0 and sum(found.counted.values()) > 0
+        yield _row("faults", f"{kind}: counted", sum(found.counted.values()), "> 0", ok=ok)
+
+
+def _reopen(blocks: int) -> Iterator[Row]:
+    """Fill a tier with small blocks, close it, measure opening it again."""
+    import asyncio
+    import time
+
+    import torch
+
+    import tierkv
+
+    size = 4
+    layout = tierkv.Layout.uniform(1, 1, 8, "float16")
+    space = tierkv.Space(tierkv.Identity("reopen", "1"), layout, block_tokens=size)
+    ids = [n % 50_000 for n in range(blocks * size)]
+    kv = [(torch.zeros(1, len(ids), 8, dtype=torch.float16),) * 2]
+
+    async def run(folder: str) -> tuple[int, float, float]:
+        tiers = [tierkv.Tier("nvme", blocks * 12 * 1024 + (64 << 20), path=folder)]
+        async with (
+            tierkv.open(tiers=tiers, space=space, close_timeout=120) as engine,
+            engine.session("fill") as session,
+        ):
+            stored = await session.store(ids, tierkv.views.dense(kv))
+            assert stored.stored == blocks, stored.skipped
+            await session.flush()
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine = tierkv.open(tiers=tiers, space=space, close_timeout=120)
+        await engine.start()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        try:
+            async with engine.session("look") as session, session.match(ids) as match:
+                return match.tokens // size, wall, cpu
+        finally:
+            await engine.aclose()
+
+    with tempfile.TemporaryDirectory(prefix="tierkv-reopen-") as folder:
+        found, wall, cpu = asyncio.run(run(folder))
+    what = f"reopen of {blocks} blocks"
+    yield _row("faults", f"{what}: share that hits", found / blocks, "1", ok=found == blocks)
+    bound = _REOPEN_CPU_S
+    yield _row("faults", f"{what}: CPU s", cpu, f"<= {bound}", ok=cpu <= bound)
+    yield _row("faults", f"{what}: wall s", wall, "-", ok=True)
+
+
+def nvme() -> Iterator[Row]:
+    """The nvme tier against raw O_DIRECT; nothing may be buffered where a raw probe works."""
+    from benchmarks import disk
+
+    with tempfile.TemporaryDirectory(prefix="tierkv-direct-") as folder:
+        works = disk.direct_works(folder)
+    yield _row("nvme", "O_DIRECT works in the temporary directory", float(works), "-", ok=True)
+    for row in disk.rows():
+        what, ratio = f"{row['op']}, {row['mib']} MiB", float(row["ratio_to_odirect"] or 0)
+        yield _row("nvme", f"{what}: of raw O_DIRECT", ratio, ">= 0.85", ok=ratio >= 0.85)
+        buffered = float(row["buffered_bytes"] or 0)
+        yield _row("nvme", f"{what}: bytes buffered", buffered, "0", ok=not buffered)
+
+
+def device() -> Iterator[Row]:
+    """Every device path: on the GPU if there is one, and on the stand-in."""
+    for name in ("cuda", "cpu"):
+        for row in _json("benchmarks.gpu_check", "--json", "--device", name)["rows"]:
+            value = row["value"] if isinstance(row["value"], float | int) else float(row["ok"])
+            yield _row("device", f"{name}: {row['what']}", value, str(row["bound"]), ok=row["ok"])
+
+
+def datapath() -> Iterator[Row]:
+    """Bytes through the engine against memcpy and raw O_DIRECT."""
+    for row in _json("benchmarks.datapath", "--json")["rows"]:
+        ratio = row.get("ratio_to_memcpy") or row.get("ratio_to_odirect")
+        what = f"{row['op']}, {row['mib']:g} MiB x {row['frames']}"
+        bound = "-" if row["bound"] is None else f">= {row['bound']}"
+        yield _row("datapath", what, ratio, bound, ok=row["ok"])
+
+
+def peers() -> Iterator[Row]:
+    """The same work on LMCache: ratios (above 1: we are ahead), and fault probes."""
+    for row in _json("benchmarks.peers", "--json")["rows"]:
+        if "probe" in row:
+            what = f"probe {row['probe']}: {row['tierkv']}, lmcache {row['lmcache']}"
+            yield _row("peers", what, float(row["ok"]), "1", ok=row["ok"])
+            continue
+        bound = "-" if row["bound"] is None else f">= {row['bound']}"
+        ratio = row["tierkv"] if row["ratio"] is None else row["ratio"]
+        yield _row("peers", row["op"], ratio, bound, ok=row["ok"])
+
+
+def pipeline() -> Iterator[Row]:
+    """Overlap of stages in virtual time, and time to first token layer by layer."""
+    for row in _json("benchmarks.pipeline", "--json")["rows"]:
+        virtual = "ratio_to_ideal" in row
+        ratio = row["ratio_to_ideal"] if virtual else row["ratio"]
+        bound = "<= 1.10" if virtual else "<= 0.75"
+        yield _row("pipeline", f"{row['what']}, {row['tokens']} tokens", ratio, bound, ok=row["ok"])
+
+
 def stress() -> Iterator[Row]:
     """The stress tests, in full counts."""
     environment = {"TIERKV_SCALE": str(_scale()), **os.environ}
@@ -115,7 +265,11 @@ def stress() -> Iterator[Row]:
 
 
 CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
-    check.__name__: check for check in (crash, overhead, sync, ttft, demo, stress)
+    check.__name__: check
+    for check in (
+        *(crash, overhead, sync, ttft, demo),
+        *(faults, nvme, device, datapath, peers, pipeline, stress),
+    )
 }
 
 

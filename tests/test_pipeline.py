@@ -345,8 +345,7 @@ def test_a_header_can_be_made_from_checksums_alone() -> None:
     for group in range(4):
         frame, _, label = new_frame(pipeline, memory_for(MIXED, BLOCK, 4), group=group)
         header = opened(frame, space, label)
-        found = [section.digest for section in header.sections]
-        assert pipeline.header(label, found, folded=False) == header
+        assert pipeline.header(label, header.digests, folded=False) == header
         spans = pipeline.spans(label)
         assert [(low, high) for low, _, high in spans] == [
             (s.offset, s.end) for s in header.sections
@@ -370,9 +369,8 @@ def test_sections_longer_than_a_tile_are_whole(kind: str, tokens: int) -> None:
         view = views.paged([(pages[0], pages[1])], range(33))
     frame, _, label = new_frame(Pipeline(space), view, tokens=tokens)
     header = opened(frame, space, label)
-    assert digests([frame[s.offset : s.end] for s in header.sections], folded=False) == [
-        s.digest for s in header.sections
-    ]
+    pieces = [frame[s.offset : s.end] for s in header.sections]
+    assert tuple(digests(pieces, folded=False)) == header.digests
     into = (torch.zeros_like(k), torch.zeros_like(v))
     deliver(header, frame, views.dense([into]), 0)
     assert torch.equal(into[0][:, :tokens], k[:, :tokens])

@@ -51,9 +51,7 @@ def test_f037_every_997th_bit(chain: str) -> None:
 def folded(frame: memoryview, header: Header) -> Header:
     """Give the frame the checksums of a device."""
     pieces = [frame[s.offset : s.end] for s in header.sections]
-    fresh = zip(header.sections, digests(pieces, folded=True), strict=True)
-    sections = tuple(s._replace(digest=d) for s, d in fresh)
-    changed = replace(header, sections=sections, folded=True)
+    changed = replace(header, digests=tuple(digests(pieces, folded=True)), folded=True)
     encode_header(changed, memoryview(frame))
     return changed
 
@@ -127,9 +125,10 @@ def _with_payload(space: Space, label: PartLabel, payload: bytes, chain: str) ->
     out = memoryview(bytearray(end + padded_bytes(second.nbytes)))
     out[first.offset : first.offset + len(payload)] = payload
     out[end : end + second.nbytes] = frame[second.offset : second.offset + second.nbytes]
-    one = first._replace(chain=chain, nbytes=len(payload), digest=checksum(out[first.offset : end]))
+    one = first._replace(chain=chain, nbytes=len(payload))
     two = second._replace(offset=end)
-    encode_header(replace(header, frame_bytes=len(out), sections=(one, two)), out)
+    sums = (checksum(out[first.offset : end]), header.digests[1])
+    encode_header(replace(header, frame_bytes=len(out), sections=(one, two), digests=sums), out)
     return out
 
 

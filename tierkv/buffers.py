@@ -23,9 +23,11 @@ from tierkv.errors import CapacityError, ClosedError
 from tierkv.extents import Extent, PageRuns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierkv.abc import Buffer
 
-__all__ = ["Arena", "ArenaBuffer", "Staging"]
+__all__ = ["Arena", "ArenaBuffer", "Staging", "StagingHeldError"]
 
 _PAGE: Final = 4096
 _TOUCH_STEP: Final = 2 << 20  # madvise holds the GIL: about 3 ms a step
@@ -209,6 +211,10 @@ class _Grant:
         self._staging._give_back(self)
 
 
+class StagingHeldError(CapacityError):
+    """Who waited for staging memory gave up: a tier that does not answer holds it."""
+
+
 class _Waiter(NamedTuple):
     nbytes: int
     future: asyncio.Future[_Grant]
@@ -227,11 +233,17 @@ class Staging:
     Args:
         limit: Bytes that may be out at once, page rounding included.
 
+    Attributes:
+        patience: Seconds that somebody waits for memory, if it is held by what will not end.
+        held_up: Whether there is such a thing now.
+
     Raises:
         CapacityError: if the limit is less than a page.
     """
 
     def __init__(self, limit: int) -> None:
+        self.patience = 10.0
+        self.held_up: Callable[[], bool] = bool
         self._arena = Arena(limit)
         self._share = self._arena.capacity // 2
         self._waiters: dict[bool, deque[_Waiter]] = {False: deque(), True: deque()}
@@ -287,6 +299,8 @@ class Staging:
 
         Raises:
             CapacityError: if ``nbytes`` can never fit.
+            StagingHeldError: if it took longer than :attr:`patience`, and a tier hangs. Background
+                users wait on: nobody waits for them.
         """
         grant = self.acquire_nowait(nbytes, background=background)
         if grant is not None:
@@ -296,15 +310,29 @@ class Staging:
         queue = self._waiters[background]
         queue.append(entry)
         self._serve()  # a thread may have released memory just before we queued up
+        timer = None if background else loop.call_later(self.patience, self._look_at, entry)
         try:
             return await entry.future
         except BaseException:
-            if entry.future.done() and not entry.future.cancelled():
-                entry.future.result().release()  # granted in the turn in which we were cancelled
-            elif entry in queue:
+            if entry in queue:
                 queue.remove(entry)
+            elif not entry.future.cancelled():
+                entry.future.result().release()  # granted in the turn in which we were cancelled
             self._serve()
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _look_at(self, entry: _Waiter) -> None:
+        """Let somebody who has waited for long go, if a tier hangs; else look again later."""
+        if entry.future.done():
+            return
+        if self.held_up():
+            why = f"a tier that hangs holds staging memory, {entry.nbytes} bytes are wanted"
+            entry.future.set_exception(StagingHeldError(why))
+        elif self._loop is not None:
+            self._loop.call_later(self.patience, self._look_at, entry)
 
     def _try(self, nbytes: int, background: bool) -> _Grant | None:
         size = self._arena.charge(nbytes)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from tierkv.blocks import KEY_BYTES, BlockKey, PartId, split_part
+from tierkv.blocks import KEY_BYTES, BlockKey, PartId
 from tierkv.errors import ConfigError, IntegrityError
 from tierkv.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from tierkv.layout import Group, Space
+    from tierkv.layout import Group
 
 __all__ = [
     "ALIGN",
@@ -44,15 +44,13 @@ __all__ = [
     "PAGE",
     "Header",
     "Section",
-    "check_identity",
-    "check_layout",
     "checksum",
     "decode_header",
     "encode_header",
     "header_bytes",
     "padded_bytes",
     "page_round",
-    "section_table",
+    "refuse",
 ]
 
 PAGE = 4096
@@ -78,8 +76,6 @@ _ROW = struct.Struct("<iHHHHQQQ")  # layer, tensor, dtype, chain, rank, offset, 
 _HAS_PARENT, _HAS_EXPIRY, _STATE, _FOLDED = 1, 2, 4, 8  # flags
 
 _Shape = tuple[int, ...]
-_Row = tuple[int, str, str, _Shape, str, int, int, int]
-_Table = tuple[tuple[int, str, str, _Shape], ...]
 
 
 class Section(NamedTuple):
@@ -94,7 +90,6 @@ class Section(NamedTuple):
         offset: First byte, from the start of the frame; a multiple of :data:`ALIGN`.
         nbytes: Stored length, without padding; never more than ``raw_bytes``.
         raw_bytes: Length of the decoded tensor.
-        digest: Checksum over the stored bytes and their padding (see :attr:`Header.folded`).
     """
 
     layer: int
@@ -105,7 +100,6 @@ class Section(NamedTuple):
     offset: int
     nbytes: int
     raw_bytes: int
-    digest: bytes
 
     @property
     def end(self) -> int:
@@ -131,6 +125,7 @@ class Header:
         frame_bytes: Length of the whole frame.
         payload_offset: Length of the header.
         sections: In stored order, layer by layer.
+        digests: One checksum a section, over its stored bytes and their padding.
         per_token: Whether the tensors have a token axis; False for recurrent states.
         folded: Whether the sections' digests are :func:`tierkv.device.fold`, which a device can
             compute itself (frames of device tiers), instead of :func:`checksum`.
@@ -149,6 +144,7 @@ class Header:
     frame_bytes: int
     payload_offset: int
     sections: tuple[Section, ...]
+    digests: tuple[bytes, ...]
     per_token: bool = True
     folded: bool = False
 
@@ -187,7 +183,7 @@ def _text(value: str, limit: int, what: str) -> bytes:
 
 
 @lru_cache(maxsize=64)  # frames of one group that are not compressed share it
-def _table_bytes(entries: tuple[_Row, ...]) -> tuple[int, bytes, bytes, int]:
+def _table_bytes(entries: tuple[Section, ...]) -> tuple[int, bytes, bytes, int]:
     names: dict[str, int] = {}
     rows = bytearray()
     dims: list[int] = []
@@ -206,11 +202,12 @@ def encode_header(header: Header, out: memoryview) -> None:
     """Write ``header`` into the first ``header.payload_offset`` bytes of ``out``.
 
     Raises:
-        ConfigError: if a name is too long for the room that :func:`header_bytes` keeps.
+        ConfigError: if a name is too long for the room that :func:`header_bytes` keeps, or the
+            checksums are not those of the sections.
     """
     tenant = _text(header.tenant, MAX_TENANT_BYTES, f"tenant {header.tenant[:40]!r}")
     fidelity = _text(header.fidelity, MAX_FIDELITY_BYTES, f"fidelity {header.fidelity[:40]!r}")
-    n_names, pool, table, n_dims = _table_bytes(tuple(s[:8] for s in header.sections))
+    n_names, pool, table, n_dims = _table_bytes(header.sections)
     flags = _HAS_PARENT * (header.parent is not None) | _HAS_EXPIRY * (header.expires is not None)
     flags |= _STATE * (not header.per_token) | _FOLDED * header.folded
     start = (_MAGIC, bytes(_DIGEST_BYTES), _VERSION, flags, header.payload_offset)
@@ -218,7 +215,9 @@ def encode_header(header: Header, out: memoryview) -> None:
     names = (header.part, header.space, header.root, header.parent or bytes(KEY_BYTES))
     sizes = (len(tenant), len(fidelity), n_names, len(pool), len(header.sections), n_dims)
     prefix = _PREFIX.pack(*start, *count, header.expires or 0.0, *names, *sizes)
-    digests = b"".join(s.digest for s in header.sections)
+    digests = b"".join(header.digests)
+    if len(digests) != len(header.sections) * _DIGEST_BYTES:
+        raise ConfigError(f"{len(header.sections)} sections need as many checksums of 16 bytes")
     body = b"".join((prefix, tenant, fidelity, pool, table, digests))
     if len(body) + _SEAL_BYTES * len(header.sections) > header.payload_offset:
         raise ConfigError(f"a header of {len(body)} bytes does not fit {header.payload_offset}")
@@ -226,7 +225,8 @@ def encode_header(header: Header, out: memoryview) -> None:
     out[len(_MAGIC) : _CHECKED_FROM] = checksum(out[_CHECKED_FROM : header.payload_offset])
 
 
-def _refuse(what: str) -> IntegrityError:
+def refuse(what: str) -> IntegrityError:
+    """The error for bytes that are not the frame they should be."""
     return IntegrityError(f"frame refused: {what}; treat the part as missing")
 
 
@@ -234,7 +234,7 @@ def _decode_text(data: bytes, what: str) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise _refuse(f"{what} is not text") from error
+        raise refuse(f"{what} is not text") from error
 
 
 def _names(pool: bytes, count: int) -> list[str]:
@@ -242,50 +242,50 @@ def _names(pool: bytes, count: int) -> list[str]:
     for _ in range(count):
         length = int.from_bytes(pool[at : at + 2], "little")
         if at + 2 + length > len(pool):
-            raise _refuse("a name passes the end of the name table")
+            raise refuse("a name passes the end of the name table")
         names.append(_decode_text(pool[at + 2 : at + 2 + length], "a name"))
         at += 2 + length
     if at != len(pool):
-        raise _refuse("the name table has bytes to spare")
+        raise refuse("the name table has bytes to spare")
     return names
 
 
-def _check_row(row: _Row, expected_offset: int) -> None:
+def _check_row(row: Section, expected_offset: int) -> None:
     layer, tensor, dtype, shape, chain, offset, nbytes, raw = row
     where = f"section {tensor!r} of layer {layer}"
     if dtype not in DTYPE_BYTES:
-        raise _refuse(f"{where} has unknown dtype {dtype!r}")
+        raise refuse(f"{where} has unknown dtype {dtype!r}")
     if raw != prod(shape) * DTYPE_BYTES[dtype]:
-        raise _refuse(f"{where} claims {raw} raw bytes for shape {shape} of {dtype}")
+        raise refuse(f"{where} claims {raw} raw bytes for shape {shape} of {dtype}")
     if nbytes > raw or (chain == "raw" and nbytes != raw):
-        raise _refuse(f"{where} stores {nbytes} bytes for {raw} raw ones (chain {chain!r})")
+        raise refuse(f"{where} stores {nbytes} bytes for {raw} raw ones (chain {chain!r})")
     if offset != expected_offset:
-        raise _refuse(f"{where} is at {offset}, not at {expected_offset}")
+        raise refuse(f"{where} is at {offset}, not at {expected_offset}")
 
 
 @lru_cache(maxsize=64)
 def _rows(
     table: bytes, n_names: int, pool_bytes: int, n_rows: int, start: int, end: int
-) -> tuple[_Row, ...]:
+) -> tuple[Section, ...]:
     # Uncompressed frames of one group share this table, so that most loads skip the parsing. Only
     # tables that passed every check are remembered: an exception is never cached.
     names = _names(table[:pool_bytes], n_names)
     dims_at = pool_bytes + n_rows * _ROW.size
     dims = struct.unpack(f"<{(len(table) - dims_at) // 8}Q", table[dims_at:])
-    rows: list[_Row] = []
+    rows: list[Section] = []
     used, offset = 0, start
     entries = _ROW.iter_unpack(table[pool_bytes:dims_at])
     for layer, tensor, dtype, chain, rank, at, nbytes, raw in entries:
         if max(tensor, dtype, chain) >= n_names or used + rank > len(dims):
-            raise _refuse(f"a section of layer {layer} points outside the tables")
+            raise refuse(f"a section of layer {layer} points outside the tables")
         shape = dims[used : used + rank]
-        row = (layer, names[tensor], names[dtype], shape, names[chain], at, nbytes, raw)
+        row = Section(layer, names[tensor], names[dtype], shape, names[chain], at, nbytes, raw)
         _check_row(row, offset)
         rows.append(row)
         used += rank
         offset += padded_bytes(nbytes)
     if used != len(dims) or offset != end:
-        raise _refuse(f"its sections end at {offset}, the frame at {end}")
+        raise refuse(f"its sections end at {offset}, the frame at {end}")
     return tuple(rows)
 
 
@@ -300,32 +300,34 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """
     view = memoryview(data).cast("B")
     if len(view) < _PREFIX.size:
-        raise _refuse(f"{len(view)} bytes are too short for a header")
+        raise refuse(f"{len(view)} bytes are too short for a header")
     values = _PREFIX.unpack(view[: _PREFIX.size])
     magic, digest, version, flags, payload, frame_bytes, generation, tokens, block = values[:9]
     expires, part, space, root, parent, n_tenant, n_fidelity = values[9:16]
     n_names, n_pool, n_rows, n_dims = values[16:]
     if magic != _MAGIC:
-        raise _refuse("it does not start with the magic bytes")
+        raise refuse("it does not start with the magic bytes")
     if version != _VERSION:
-        raise _refuse(f"format version {version} is not {_VERSION}")
+        raise refuse(f"format version {version} is not {_VERSION}")
     if payload % PAGE or not _PREFIX.size <= payload <= len(view):
-        raise _refuse(f"header length {payload} does not fit the {len(view)} bytes given")
+        raise refuse(f"header length {payload} does not fit the {len(view)} bytes given")
     if checksum(view[_CHECKED_FROM:payload]) != digest:
-        raise _refuse("the header checksum does not match")
+        raise refuse("the header checksum does not match")
     if flags & ~(_HAS_PARENT | _HAS_EXPIRY | _STATE | _FOLDED) or not isfinite(expires):
-        raise _refuse(f"unknown flags {flags:#x} or bad expiry {expires}")
+        raise refuse(f"unknown flags {flags:#x} or bad expiry {expires}")
     if tokens > block or frame_bytes < payload:
-        raise _refuse(f"{tokens} of {block} tokens in {frame_bytes} bytes are impossible")
+        raise refuse(f"{tokens} of {block} tokens in {frame_bytes} bytes are impossible")
     at = _PREFIX.size + n_tenant + n_fidelity
     table_end = at + n_pool + n_rows * _ROW.size + n_dims * 8
     used = table_end + n_rows * (_DIGEST_BYTES + _SEAL_BYTES)
-    if used > payload or bytes(view[used - n_rows * _SEAL_BYTES : payload]).strip(b"\0"):
-        raise _refuse("its tables pass the end of the header, or it is encrypted")
+    if used > payload or bytes(view[used - n_rows * _SEAL_BYTES : payload]) != bytes(
+        payload - used + n_rows * _SEAL_BYTES
+    ):
+        raise refuse("its tables pass the end of the header, or it is encrypted")
     rows = _rows(bytes(view[at:table_end]), n_names, n_pool, n_rows, payload, frame_bytes)
     fidelity = _decode_text(bytes(view[at - n_fidelity : at]), "fidelity")
     if fidelity != "exact" and not fidelity.startswith("derived:"):
-        raise _refuse(f"fidelity {fidelity!r} is neither exact nor derived")
+        raise refuse(f"fidelity {fidelity!r} is neither exact nor derived")
     digests = bytes(view[table_end : table_end + n_rows * _DIGEST_BYTES])
     return Header(
         part=PartId(part),
@@ -342,58 +344,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         payload_offset=payload,
         per_token=not flags & _STATE,
         folded=bool(flags & _FOLDED),
-        sections=tuple(
-            Section(*row, digests[i : i + _DIGEST_BYTES])
-            for row, i in zip(rows, range(0, len(digests), _DIGEST_BYTES), strict=True)
+        sections=rows,
+        digests=tuple(
+            [digests[i : i + _DIGEST_BYTES] for i in range(0, len(digests), _DIGEST_BYTES)]
         ),
     )
-
-
-def check_identity(
-    header: Header, *, part: PartId, generation: int | None, space: bytes, root: BlockKey
-) -> None:
-    """Check that the frame is the one asked for (``generation`` None: any).
-
-    Raises:
-        IntegrityError: naming the field that differs.
-    """
-    wanted = {"part": part, "space": space, "root": root, "generation": generation}
-    for name, value in wanted.items():
-        if value != getattr(header, name) and not (name == "generation" and value is None):
-            raise _refuse(f"it belongs to another {name}")
-
-
-_plans: dict[tuple[bytes, int, int], tuple[int, _Table]] = {}
-
-
-def _plan(space: Space, group: int, tokens: int) -> tuple[int, _Table]:
-    plan = _plans.get(key := (space.fingerprint, group, tokens))
-    if plan is None:
-        spec = space.layout.groups[group]
-        tensors = [(layer.index, t) for layer in spec.layers for t in layer.tensors]
-        table = tuple((n, t.name, t.dtype, spec.stored_shape(t, tokens)) for n, t in tensors)
-        if len(_plans) >= 512:  # many spaces or partial tails: start over, it is only a memo
-            _plans.clear()
-        plan = _plans[key] = (header_bytes(spec), table)
-    return plan
-
-
-def section_table(space: Space, group: int, tokens: int) -> _Table:
-    """Sections of a part: (layer, tensor, dtype, shape) in stored order. Remembered by space."""
-    return _plan(space, group, tokens)[1]
-
-
-def check_layout(header: Header, space: Space) -> None:
-    """Check that the section table is the one of the space's group.
-
-    Raises:
-        IntegrityError: if group, block size, dtype, shape or order differ.
-    """
-    group = split_part(header.part)[1]
-    if group >= len(space.layout.groups) or header.block_tokens != space.block_tokens:
-        raise _refuse(f"group {group} or {header.block_tokens} tokens a block do not fit the space")
-    room, table = _plan(space, group, header.tokens)
-    if header.payload_offset != room or header.per_token != space.layout.groups[group].per_token:
-        raise _refuse(f"the header of {header.payload_offset} bytes does not fit the group")
-    if tuple(s[:4] for s in header.sections) != table:
-        raise _refuse("its layers, tensors, dtypes or shapes are not those of the space")

@@ -129,6 +129,8 @@ class Prefetcher:
         if not wanted or not any(level.memory for level in core.levels):
             return 0
         tier = wanted[0].found.tier
+        if not core.usable(core.levels[tier]):
+            return 0  # its turn may be taken by a read that never ends
         moved = 0
         async with self._turns[tier].take(Lane.PREFETCH):
             flights = self._fetcher.join(wanted, demand=False)

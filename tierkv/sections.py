@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING
 from tierkv.chains import RAW, Chain, stored_chain
 from tierkv.device import fold_digests, fold_tensors
 from tierkv.errors import CodecError, IntegrityError, LayoutError
-from tierkv.frame import (
-    Header,
-    Section,
-    check_identity,
-    check_layout,
-    checksum,
-    decode_header,
-    padded_bytes,
-)
+from tierkv.fitting import check_identity, check_layout
+from tierkv.frame import Header, Section, checksum, decode_header, padded_bytes
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
 
@@ -268,15 +261,17 @@ def verify(
     Raises:
         IntegrityError: if a section is damaged or not inside ``frame``.
     """
-    sections = _chosen(header, layers)
-    pieces = []
-    for section in sections:
+    pieces, chosen = [], []
+    for section, due in zip(header.sections, header.digests, strict=True):
+        if layers is not None and section.layer not in layers:
+            continue
         low, high = section.offset - base, section.end - base
         if low < 0 or high > len(frame):
             raise _damaged(section)
         pieces.append(frame[low:high])
-    for section, digest in zip(sections, digests(pieces, header.folded), strict=True):
-        if digest != section.digest:
+        chosen.append((section, due))
+    for (section, due), digest in zip(chosen, digests(pieces, header.folded), strict=True):
+        if digest != due:
             raise _damaged(section)
 
 

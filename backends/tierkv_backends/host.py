@@ -122,8 +122,10 @@ class HostBackend(MemoryBackend):
         """Map the arena and make its first part real; there is never anything stored yet.
 
         Raises:
-            BackendError: if the memory cannot be mapped.
+            BackendError: if the memory cannot be mapped, or it is open already.
         """
+        if self._arena is not None:
+            raise BackendError(self.name, "it is open already")
         try:
             arena = Arena(self._capacity)
         except CapacityError as error:

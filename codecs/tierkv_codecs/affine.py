@@ -14,12 +14,14 @@ and one add, rounded once to the tensor's dtype.
 
 from __future__ import annotations
 
+import difflib
 import math
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tierkv.errors import CodecError
+from tierkv.errors import CodecError, ConfigError
 from tierkv.views import over
+from tierkv_codecs import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +32,9 @@ __all__ = [
     "ROW_BYTES",
     "Groups",
     "check_finite",
+    "check_grouping",
     "dtype_name",
+    "grouped_as",
     "nearest",
     "read_row",
     "write_row",
@@ -48,6 +52,27 @@ _STEPS: Final = 255
 def dtype_name(tensor: torch.Tensor) -> str:
     """Name of a dtype, as layouts have it."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_grouping(name: str, grouping: str) -> None:
+    """Refuse groupings that there are not.
+
+    Raises:
+        ConfigError: if it is none of ``"channel"``, ``"token"`` and nothing.
+    """
+    if grouping not in _AS:
+        known = " or ".join(f"'{name}/{word}'" for word in _AS if word)
+        near = difflib.get_close_matches(grouping, _AS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near and near[0] else ""
+        raise ConfigError(f"{name}: no grouping {grouping!r}{hint} Write {known}, or '{name}'")
+
+
+def grouped_as(grouping: str, tensor: str) -> str:
+    """The tensor whose own way of grouping is taken: ``k`` by channel, others by token."""
+    return _AS[grouping] or tensor
+
+
+_AS: Final = {"": "", "channel": "k", "token": "v"}
 
 
 class Groups(NamedTuple):
@@ -91,10 +116,14 @@ class Groups(NamedTuple):
         """Minimum and maximum of each group, in float32 (exact), of shape :attr:`shape`."""
         import torch
 
+        found = compiled.extremes(source, self)
+        if found is not None:
+            return found
         pieces = self.cut(source)
         low = torch.cat([p.amin(self.axis, keepdim=True) for p in pieces], self.axis)
         high = torch.cat([p.amax(self.axis, keepdim=True) for p in pieces], self.axis)
-        return low.float(), high.float()
+        # a zero has either sign in torch, whichever came first
+        return low.float().add_(0.0), high.float().add_(0.0)
 
 
 def check_finite(name: str, low: torch.Tensor, high: torch.Tensor, dtype: str) -> None:

@@ -43,19 +43,24 @@ def extremes_by_channel(source: _Array, tokens: int, size: int, low: _Array, hig
         high: As ``low``, filled with the smallest.
     """
     rows, dim = source.shape
-    count = (tokens + size - 1) // size
+    group = taken = token = 0  # counted: a division takes longer than a row
     for row in range(rows):
-        group = row // tokens * count + row % tokens // size
         numbers, least, most = source[row], low[group], high[group]
         for d in range(dim):
             number = np.int16(numbers[d])
             key = np.int16(number ^ ((number >> _FIFTEEN16) & _LOWER))
             least[d] = min(least[d], key)
             most[d] = max(most[d], key)
+        taken += 1
+        token += 1
+        if taken == size or token == tokens:
+            group += 1
+            taken = 0
+            token %= tokens
 
 
 def extremes_by_row(source: _Array, size: int, low: _Array, high: _Array) -> None:
-    """As :func:`extremes_by_channel` for rows, groups of ``size`` numbers; low ``[rows, groups]``."""
+    """As :func:`extremes_by_channel` for rows, groups of ``size`` numbers, ``[rows, groups]``."""
     for row in range(source.shape[0]):
         for group in range(low.shape[1]):
             numbers = source[row, group * size : (group + 1) * size]
@@ -90,20 +95,25 @@ def codes_by_channel(
         codes: uint8, as ``source``.
     """
     rows, dim = source.shape
-    count = (tokens + size - 1) // size
+    group = taken = token = 0
     for row in range(rows):
-        group = row // tokens * count + row % tokens // size
         numbers, m, s, target = source[row], low[group], inverse[group], codes[row]
         for d in range(dim):
             number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
             scaled = np.rint(np.float32(number - m[d]) * s[d])
             target[d] = np.uint8(np.int32(min(scaled, top)))
+        taken += 1
+        token += 1
+        if taken == size or token == tokens:
+            group += 1
+            taken = 0
+            token %= tokens
 
 
 def codes_by_row(
     source: _Array, low: _Array, inverse: _Array, top: _Array, size: int, codes: _Array
 ) -> None:
-    """As :func:`codes_by_channel` for rows, groups of ``size`` numbers; low ``[rows, groups]``."""
+    """As :func:`codes_by_channel` for rows, groups of ``size`` numbers, ``[rows, groups]``."""
     for row in range(source.shape[0]):
         for group in range(low.shape[1]):
             s, m = inverse[row, group], low[row, group]
@@ -158,37 +168,52 @@ def field_by_channel(
         out: ``[heads * tokens, dim]``.
     """
     rows, dim = out.shape
-    count = (tokens + size - 1) // size
-    mask = np.uint32((1 << width) - 1)
+    count = area.shape[0]
+    group = taken = token = part = at = 0
+    # a shift by a variable would need registers of twice the width; a product is exact as well
+    mask, down = np.uint8((1 << width) - 1), np.float32(1.0)
     for row in range(rows):
-        group = row // tokens * count + row % tokens // size
-        part = row // area.shape[0]
-        bytes_, s, m = area[row - part * area.shape[0]], step[group], low[group]
-        shift = np.uint32(part * width)
-        target = out[row]
+        bytes_, s, m, target = area[at], step[group], low[group], out[row]
         for d in range(dim):
-            code = np.float32(np.int32((np.uint32(bytes_[d]) >> shift) & mask))
+            code = np.float32(np.float32(np.uint8(bytes_[d] & mask)) * down)
             bits = np.float32(code * s[d] + m[d]).view(np.uint32)
             target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+        taken += 1
+        token += 1
+        if taken == size or token == tokens:
+            group += 1
+            taken = 0
+            token %= tokens
+        at += 1
+        if at == count:
+            at = 0
+            part += 1
+            mask = np.uint8(((1 << width) - 1) << part * width & 0xFF)
+            down = np.float32(1.0 / (1 << part * width))
 
 
 def field_by_row(
     area: _Array, width: int, step: _Array, low: _Array, size: int, out: _Array
 ) -> None:
     """As :func:`field_by_channel` for rows, groups of ``size`` numbers; step ``[rows, groups]``."""
-    mask = np.uint32((1 << width) - 1)
+    count = area.shape[0]
+    part = at = 0
+    mask, down = np.uint8((1 << width) - 1), np.float32(1.0)
     for row in range(out.shape[0]):
-        part = row // area.shape[0]
-        source = area[row - part * area.shape[0]]
-        shift = np.uint32(part * width)
         for group in range(step.shape[1]):
             s, m = step[row, group], low[row, group]
-            bytes_ = source[group * size : (group + 1) * size]
+            bytes_ = area[at, group * size : (group + 1) * size]
             target = out[row, group * size : (group + 1) * size]
             for d in range(target.size):
-                code = np.float32(np.int32((np.uint32(bytes_[d]) >> shift) & mask))
+                code = np.float32(np.float32(np.uint8(bytes_[d] & mask)) * down)
                 bits = np.float32(code * s + m).view(np.uint32)
                 target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+        at += 1
+        if at == count:
+            at = 0
+            part += 1
+            mask = np.uint8(((1 << width) - 1) << part * width & 0xFF)
+            down = np.float32(1.0 / (1 << part * width))
 
 
 def two_fields_by_channel(
@@ -203,21 +228,28 @@ def two_fields_by_channel(
 ) -> None:
     """As :func:`field_by_channel` for codes of two fields, each with an area of its own."""
     rows, dim = out.shape
-    count = (tokens + size - 1) // size
-    mask, more = np.uint32((1 << widths[0]) - 1), np.uint32((1 << widths[1]) - 1)
-    up = np.uint32(widths[0])
+    one, two = lower.shape[0], upper.shape[0]
+    group = taken = token = 0
     for row in range(rows):
-        group = row // tokens * count + row % tokens // size
-        part, other = row // lower.shape[0], row // upper.shape[0]
-        first, second = lower[row - part * lower.shape[0]], upper[row - other * upper.shape[0]]
+        part, other = row // one, row // two
+        mask = np.uint8(((1 << widths[0]) - 1) << part * widths[0])
+        more = np.uint8(((1 << widths[1]) - 1) << other * widths[1])
+        down = np.float32(1.0 / (1 << part * widths[0]))
+        turn = np.float32((1 << widths[0]) / (1 << other * widths[1]))
+        first, second = lower[row - part * one], upper[row - other * two]
         s, m, target = step[group], low[group], out[row]
-        shift, skip = np.uint32(part * widths[0]), np.uint32(other * widths[1])
         for d in range(dim):
-            field = (np.uint32(first[d]) >> shift) & mask
-            rest = (np.uint32(second[d]) >> skip) & more
-            code = np.float32(np.int32(field | (rest << up)))
+            field = np.float32(np.float32(np.uint8(first[d] & mask)) * down)
+            rest = np.float32(np.float32(np.uint8(second[d] & more)) * turn)
+            code = np.float32(field + rest)
             bits = np.float32(code * s[d] + m[d]).view(np.uint32)
             target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+        taken += 1
+        token += 1
+        if taken == size or token == tokens:
+            group += 1
+            taken = 0
+            token %= tokens
 
 
 def two_fields_by_row(
@@ -230,19 +262,21 @@ def two_fields_by_row(
     out: _Array,
 ) -> None:
     """As :func:`field_by_row` for codes of two fields, each with an area of its own."""
-    mask, more = np.uint32((1 << widths[0]) - 1), np.uint32((1 << widths[1]) - 1)
-    up = np.uint32(widths[0])
     for row in range(out.shape[0]):
         part, other = row // lower.shape[0], row // upper.shape[0]
         first, second = lower[row - part * lower.shape[0]], upper[row - other * upper.shape[0]]
-        shift, skip = np.uint32(part * widths[0]), np.uint32(other * widths[1])
+        mask = np.uint8(((1 << widths[0]) - 1) << part * widths[0])
+        more = np.uint8(((1 << widths[1]) - 1) << other * widths[1])
+        down = np.float32(1.0 / (1 << part * widths[0]))
+        turn = np.float32((1 << widths[0]) / (1 << other * widths[1]))
         for group in range(step.shape[1]):
             s, m = step[row, group], low[row, group]
-            here = slice(group * size, (group + 1) * size)
-            one, two, target = first[here], second[here], out[row, here]
+            one = first[group * size : (group + 1) * size]
+            two = second[group * size : (group + 1) * size]
+            target = out[row, group * size : (group + 1) * size]
             for d in range(target.size):
-                field = (np.uint32(one[d]) >> shift) & mask
-                rest = (np.uint32(two[d]) >> skip) & more
-                code = np.float32(np.int32(field | (rest << up)))
+                field = np.float32(np.float32(np.uint8(one[d] & mask)) * down)
+                rest = np.float32(np.float32(np.uint8(two[d] & more)) * turn)
+                code = np.float32(field + rest)
                 bits = np.float32(code * s + m).view(np.uint32)
                 target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH

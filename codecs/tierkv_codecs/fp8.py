@@ -22,7 +22,14 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
-from tierkv_codecs.affine import FLOATS, Groups, check_finite, dtype_name
+from tierkv_codecs.affine import (
+    FLOATS,
+    Groups,
+    check_finite,
+    check_grouping,
+    dtype_name,
+    grouped_as,
+)
 from tierkv_codecs.kernels import bits16, kernel
 
 if TYPE_CHECKING:
@@ -88,6 +95,17 @@ class Fp8(TensorBytesCodec):
     name: ClassVar[str] = "fp8"
     lossless: ClassVar[bool] = False
 
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
+
+    def __post_init__(self) -> None:
+        """Check the grouping.
+
+        Raises:
+            ConfigError: if there is no such grouping.
+        """
+        check_grouping(self.name, self.grouping)
+
     def supports(self, layer: Layer, tensor: TensorSpec) -> bool:
         """bfloat16, float16 and float32."""
         return tensor.dtype in FLOATS and len(tensor.shape) > 0
@@ -96,7 +114,11 @@ class Fp8(TensorBytesCodec):
         """One byte per element, and one number of the tensor's dtype per group."""
         if prod(shape) == 0:
             return 0
-        return prod(shape) + Groups.of(shape, tensor, _WHOLE).number * DTYPE_BYTES[dtype]
+        return (
+            prod(shape)
+            + Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE).number
+            * DTYPE_BYTES[dtype]
+        )
 
     def encode(self, source: torch.Tensor, tensor: str, out: memoryview) -> None:
         """Divide by the group's largest magnitude and round to e4m3.
@@ -109,7 +131,7 @@ class Fp8(TensorBytesCodec):
         if source.numel() == 0:
             return
         shape, dtype = tuple(source.shape), dtype_name(source)
-        largest = _magnitudes(source, tensor)
+        largest = _magnitudes(source, grouped_as(self.grouping, tensor))
         over(out, dtype, tuple(largest.shape)).copy_(largest)
         codes = over(out[largest.numel() * DTYPE_BYTES[dtype] :], "float8_e4m3fn", shape)
         inverse = _inverse(largest)
@@ -130,7 +152,7 @@ class Fp8(TensorBytesCodec):
             raise CodecError(f"fp8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
         if due == 0:
             return
-        groups = Groups.of(shape, tensor, _WHOLE)
+        groups = Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE)
         scale = over(data, dtype, groups.shape).float().mul_(1 / _TOP)
         payload = data[groups.number * DTYPE_BYTES[dtype] :]
         if _decode_fast(payload, groups, scale, into):
@@ -153,7 +175,7 @@ class Fp8(TensorBytesCodec):
 
         if source.numel() == 0:
             return torch.zeros((1,) * source.dim(), dtype=torch.float64)
-        largest = _magnitudes(source, tensor)
+        largest = _magnitudes(source, grouped_as(self.grouping, tensor))
         kept, work = torch.finfo(source.dtype), torch.finfo(torch.float32)
         value = source.double().abs()
         unit = _inverse(largest).double().clamp(min=work.smallest_normal).reciprocal()

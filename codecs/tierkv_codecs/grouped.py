@@ -10,8 +10,8 @@ packed codes; all in C order.
 
 Passes over memory: encode reads the source twice (extremes, codes) and writes codes and packed
 bytes; decode unpacks one byte a number, then works in tiles that stay in the cache and writes the
-target once. With the extra ``fast``, contiguous bfloat16 is turned into codes, and four-bit
-codes into bfloat16, in one pass each.
+target once. With the extra ``fast``, each of those passes over contiguous bfloat16 is one compiled
+loop, and decoding is one loop in all: it reads the packed bytes and writes the target.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
+from tierkv_codecs import compiled
 from tierkv_codecs.affine import (
     FLOATS,
     GROUP,
     ROW_BYTES,
     Groups,
     check_finite,
+    check_grouping,
     dtype_name,
+    grouped_as,
     nearest,
     read_row,
     write_row,
 )
-from tierkv_codecs.kernels import bits16, kernel
 from tierkv_codecs.packing import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -56,6 +58,15 @@ class Grouped(TensorBytesCodec):
     lossless: ClassVar[bool] = False
     bits: ClassVar[int]
     group: ClassVar[int] = GROUP
+    grouping: str
+
+    def __post_init__(self) -> None:
+        """Check the grouping.
+
+        Raises:
+            ConfigError: if there is no such grouping.
+        """
+        check_grouping(self.name, self.grouping)
 
     def supports(self, layer: Layer, tensor: TensorSpec) -> bool:
         """bfloat16, float16 and float32."""
@@ -65,7 +76,7 @@ class Grouped(TensorBytesCodec):
         """Row of steps; a byte and a minimum for each group; the packed codes."""
         if prod(shape) == 0:
             return 0
-        groups = Groups.of(shape, tensor, self.group)
+        groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
         codes = packed_bytes(prod(shape[:-1]), shape[-1], self.bits)
         return ROW_BYTES + groups.number * (1 + DTYPE_BYTES[dtype]) + codes
 
@@ -80,7 +91,7 @@ class Grouped(TensorBytesCodec):
         if source.numel() == 0:
             return
         shape, dtype = tuple(source.shape), dtype_name(source)
-        groups = Groups.of(shape, tensor, self.group)
+        groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
         low, high = groups.extremes(source)
         check_finite(self.name, low, high, dtype)
         top = (1 << self.bits) - 1
@@ -90,7 +101,7 @@ class Grouped(TensorBytesCodec):
         at += groups.number * DTYPE_BYTES[dtype]
         inverse = step.reciprocal().masked_fill_(step == 0, 0)
         codes = torch.empty(shape, dtype=torch.uint8)
-        if not _codes_fast(source, groups, low, inverse, top, codes):
+        if not compiled.find_codes(source, groups, low, inverse, top, codes):
             for piece, q, m, s in zip(
                 groups.cut(source), groups.cut(codes), *_each(groups, low, inverse), strict=True
             ):
@@ -115,12 +126,12 @@ class Grouped(TensorBytesCodec):
             )
         if due == 0:
             return
-        groups = Groups.of(shape, tensor, self.group)
+        groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
         step = read_row(self.name, data, groups.shape)
         at = ROW_BYTES + groups.number
         low = over(data[at:], dtype, groups.shape).float()
         at += groups.number * DTYPE_BYTES[dtype]
-        if self.bits == 4 and _decode4(data[at:], groups, step, low, into):
+        if compiled.decode(data[at:], self.bits, groups, step, low, into):
             return
         codes = torch.empty(shape, dtype=torch.uint8)
         unpack(data[at:], self.bits, codes.view(-1, shape[-1]))
@@ -140,7 +151,7 @@ class Grouped(TensorBytesCodec):
 
         if source.numel() == 0:
             return torch.zeros((1,) * source.dim(), dtype=torch.float64)
-        groups = Groups.of(tuple(source.shape), tensor, self.group)
+        groups = Groups.of(tuple(source.shape), grouped_as(self.grouping, tensor), self.group)
         low, high = groups.extremes(source)
         check_finite(self.name, low, high, dtype_name(source))
         top = (1 << self.bits) - 1
@@ -154,51 +165,6 @@ class Grouped(TensorBytesCodec):
         arithmetic = work.eps * (2 * top * s + 2 * m.abs() + largest)
         rounding = kept.eps / 2 * largest + kept.smallest_normal * kept.eps
         return torch.where(s == 0, 0.0, s / 2 + arithmetic + rounding)
-
-
-def _codes_fast(
-    source: torch.Tensor,
-    groups: Groups,
-    low: torch.Tensor,
-    inverse: torch.Tensor,
-    top: int,
-    codes: torch.Tensor,
-) -> bool:
-    """Round to codes in one compiled pass; False if there is no kernel for this tensor."""
-    import numpy as np
-
-    rows, dim = prod(source.shape[:-1]), source.shape[-1]
-    by_channel = groups.axis != source.dim() - 1
-    loop = kernel("codes_by_channel" if by_channel else "codes_by_row")
-    bits = bits16(source, (rows, dim))
-    if bits is None or loop is None:
-        return False
-    m, s = (t.reshape(-1, dim if by_channel else groups.places).numpy() for t in (low, inverse))
-    out = codes.view(rows, dim).numpy()
-    if by_channel:
-        loop(bits, m, s, np.float32(top), source.shape[1], groups.size, out)
-    else:
-        loop(bits, m, s, np.float32(top), groups.size, out)
-    return True
-
-
-def _decode4(
-    data: memoryview, groups: Groups, step: torch.Tensor, low: torch.Tensor, into: torch.Tensor
-) -> bool:
-    """Decode in one compiled pass; False if there is no kernel for this tensor."""
-    rows, dim = prod(into.shape[:-1]), into.shape[-1]
-    out = bits16(into, (rows, dim))
-    by_channel = groups.axis != into.dim() - 1
-    loop = kernel("nibbles_by_channel" if by_channel else "nibbles_by_row")
-    if out is None or loop is None:
-        return False
-    packed = over(data, "uint8", (-(-rows // 2), dim)).numpy()
-    s, m = (t.reshape(-1, dim if by_channel else groups.places).numpy() for t in (step, low))
-    if by_channel:
-        loop(packed, s, m, into.shape[1], groups.size, out)
-    else:
-        loop(packed, s, m, groups.size, out)
-    return True
 
 
 def _each(groups: Groups, *numbers: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -221,6 +187,9 @@ class Int6(Grouped):
     name: ClassVar[str] = "int6"
     bits: ClassVar[int] = 6
 
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Int4(Grouped):
@@ -228,6 +197,9 @@ class Int4(Grouped):
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
+
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +209,9 @@ class Int3(Grouped):
     name: ClassVar[str] = "int3"
     bits: ClassVar[int] = 3
 
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Int2(Grouped):
@@ -244,3 +219,6 @@ class Int2(Grouped):
 
     name: ClassVar[str] = "int2"
     bits: ClassVar[int] = 2
+
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""

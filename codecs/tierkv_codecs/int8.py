@@ -10,10 +10,16 @@ order. Minimum and maximum are values of the tensor and stand in its own dtype, 
 can overflow or lose bits in them, and a constant group comes back exactly. Arithmetic runs in
 float32 (float64 for float64) and is rounded once: half precision would lose as much again as the
 quantisation itself.
+
+Passes over memory: encode reads the source twice (extremes, codes) and writes the codes; decode
+reads the codes and writes the target once. In torch, decode converts, multiplies, adds and rounds
+in tiles that stay in the second-level cache, in memory that the thread keeps. With the extra
+``fast`` and contiguous bfloat16, encoding and decoding are one compiled loop each.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
@@ -22,6 +28,8 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
+from tierkv_codecs.affine import Groups, check_grouping, dtype_name, grouped_as
+from tierkv_codecs.kernels import bits16, kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,30 +42,48 @@ __all__ = ["Int8"]
 
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _STEPS = 255
-_TILE = 1 << 18  # elements worked on at once: the temporary stays in the cache
+_REFUSED = "int8: NaN, infinite or huge values cannot be quantised"
+_WHOLE = 1 << 62  # a group is a whole channel of the block, or a whole row
+_TILE = 1 << 17  # numbers worked on at once: the temporary stays in the second-level cache
 
 
-def _axis(rank: int, tensor: str) -> int:
-    return 1 if tensor == "k" and rank == 3 else rank - 1
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.rooms: dict[torch.dtype, torch.Tensor] = {}
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one tile, kept from call to call."""
+        import torch
+
+        count = prod(shape)
+        if count > _TILE:
+            return torch.empty(shape, dtype=dtype)
+        kept = self.rooms.get(dtype)
+        if kept is None:
+            kept = self.rooms[dtype] = torch.empty(_TILE, dtype=dtype)
+        return kept[:count].view(shape)
+
+
+_own = _PerThread()
 
 
 def _work_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _group_shape(shape: tuple[int, ...], tensor: str) -> tuple[int, ...]:
-    axis = _axis(len(shape), tensor)
-    return tuple(1 if i == axis else n for i, n in enumerate(shape))
-
-
-def _tiles(shape: tuple[int, ...]) -> Iterator[slice]:
-    # along the first axis: no group crosses it, unless the tensor has no other axis
-    step = max(1, _TILE // max(1, prod(shape[1:]))) if len(shape) > 1 else shape[0]
-    return (slice(at, at + step) for at in range(0, shape[0], step))
+def _tiles(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Equal parts of the first tensor along its first two axes, and of those broadcast to it."""
+    shape = tensors[0].shape
+    if len(shape) == 1 or prod(shape) <= _TILE:
+        yield tensors
+        return
+    inner = prod(shape[2:]) if len(shape) > 2 else 1
+    columns = max(1, min(shape[1], _TILE // inner)) if len(shape) > 2 else shape[1]
+    rows = max(1, _TILE // (columns * inner))
+    for row in range(0, shape[0], rows):
+        part = [t if t.shape[0] == 1 else t[row : row + rows] for t in tensors]
+        for at in range(0, shape[1], columns):
+            yield tuple(t if t.shape[1] == 1 else t[:, at : at + columns] for t in part)
 
 
 def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -70,7 +96,7 @@ def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill_((scale < tiny) & (high > low), tiny)
 
 
-def _extremes(source: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(source: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
     """Minimum and maximum of each group, in the working dtype.
 
     Raises:
@@ -78,15 +104,54 @@ def _extremes(source: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tens
     """
     import torch
 
-    low, high = source.amin(axis, keepdim=True), source.amax(axis, keepdim=True)
-    limit = torch.finfo(source.dtype).max / (4 if source.dtype.itemsize > 2 else 1)
-    if source.dtype is torch.bfloat16:
-        limit /= 4  # as large as float32, in which it is computed
+    kind: torch.dtype = getattr(torch, _work_dtype(dtype_name(source)))
+    low, high = source.amin(groups.axis, keepdim=True), source.amax(groups.axis, keepdim=True)
+    limit = _limit(source.dtype)
     # written so that NaN, which fails every comparison, is refused as well
     if not bool(((low >= -limit) & (high <= limit)).all()):
-        raise CodecError("int8: NaN, infinite or huge values cannot be quantised")
-    kind: torch.dtype = getattr(torch, _work_dtype(_dtype(source)))
-    return low.to(kind), high.to(kind)
+        raise CodecError(_REFUSED)
+    return low.to(kind).add_(0.0), high.to(kind).add_(0.0)  # a zero of either sign is one zero
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """Largest magnitude that is taken; bfloat16 is as large as float32, in which it is computed."""
+    import torch
+
+    return float(torch.finfo(dtype).max) / (1 if dtype is torch.float16 else 4)
+
+
+def _encode_fast(source: torch.Tensor, groups: Groups, out: memoryview) -> bool:
+    """Encode in one compiled loop; False if there is none for this tensor.
+
+    Raises:
+        CodecError: as :meth:`Int8.encode`.
+    """
+    import numpy as np
+
+    by_channel = groups.axis != source.dim() - 1
+    bits = bits16(source, (prod(source.shape[:-1]), source.shape[-1]))
+    loop = kernel("to_bytes_by_channel" if by_channel else "to_bytes_by_row")
+    if bits is None or loop is None:
+        return False
+    tokens = (source.shape[1],) if by_channel else ()
+    limit = np.float32(_limit(source.dtype))
+    if not loop(bits.view(np.int16), *tokens, limit, np.frombuffer(out, np.uint8)):
+        raise CodecError(_REFUSED)
+    return True
+
+
+def _decode_fast(data: memoryview, groups: Groups, into: torch.Tensor) -> bool:
+    """Decode in one compiled loop; False if there is none for this tensor."""
+    import numpy as np
+
+    by_channel = groups.axis != into.dim() - 1
+    out = bits16(into, (prod(into.shape[:-1]), into.shape[-1]))
+    loop = kernel("bytes_by_channel" if by_channel else "bytes_by_row")
+    if out is None or loop is None:
+        return False
+    tokens = (into.shape[1],) if by_channel else ()
+    loop(np.frombuffer(data, np.uint8), *tokens, out)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +160,20 @@ class Int8(TensorBytesCodec):
 
     name: ClassVar[str] = "int8"
     lossless: ClassVar[bool] = False
+
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
+
+    def __post_init__(self) -> None:
+        """Check the grouping.
+
+        Raises:
+            ConfigError: if there is no such grouping.
+        """
+        check_grouping(self.name, self.grouping)
+
+    def _groups(self, shape: tuple[int, ...], tensor: str) -> Groups:
+        return Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE)
 
     def supports(self, layer: Layer, tensor: TensorSpec) -> bool:
         """Floating point of two bytes or more: one byte has nothing to give."""
@@ -105,7 +184,7 @@ class Int8(TensorBytesCodec):
         count = prod(shape)
         if count == 0:
             return 0
-        return count + 2 * prod(_group_shape(shape, tensor)) * DTYPE_BYTES[dtype]
+        return count + 2 * self._groups(shape, tensor).number * DTYPE_BYTES[dtype]
 
     def encode(self, source: torch.Tensor, tensor: str, out: memoryview) -> None:
         """Quantise to the nearest of 256 steps between the group's minimum and maximum.
@@ -113,21 +192,22 @@ class Int8(TensorBytesCodec):
         Raises:
             CodecError: if a value is NaN, infinite, or too large for the arithmetic.
         """
-        shape, dtype = tuple(source.shape), _dtype(source)
+        shape, dtype = tuple(source.shape), dtype_name(source)
         if source.numel() == 0:
             return
-        low, high = _extremes(source, _axis(len(shape), tensor))
-        groups = tuple(low.shape)
-        size = low.numel() * DTYPE_BYTES[dtype]
-        over(out, dtype, groups).copy_(low)
-        over(out[size:], dtype, groups).copy_(high)
+        groups = self._groups(shape, tensor)
+        if _encode_fast(source, groups, out):
+            return
+        low, high = _extremes(source, groups)
+        size = groups.number * DTYPE_BYTES[dtype]
+        over(out, dtype, groups.shape).copy_(low)
+        over(out[size:], dtype, groups.shape).copy_(high)
         data = over(out[2 * size :], "uint8", shape)
         scale = _scale(low, high)
         inverse = scale.reciprocal().masked_fill_(scale == 0, 0)
-        for tile in _tiles(shape):
-            part = source[tile].to(low.dtype, copy=True)
-            part.sub_(low[tile]).mul_(inverse[tile]).round_().clamp_(0, _STEPS)
-            data[tile].copy_(part)
+        for part, q, m, s in _tiles(source, data, low, inverse):
+            work = _own.room(part.shape, low.dtype).copy_(part)
+            q.copy_(work.sub_(m).mul_(s).round_().clamp_(0, _STEPS))
 
     def decode(self, data: memoryview, tensor: str, into: torch.Tensor) -> None:
         """Write ``byte * scale + minimum``, rounded once to the dtype of ``into``.
@@ -137,21 +217,22 @@ class Int8(TensorBytesCodec):
         """
         import torch
 
-        shape, dtype = tuple(into.shape), _dtype(into)
+        shape, dtype = tuple(into.shape), dtype_name(into)
         due = self.encoded_bytes(shape, dtype, tensor)
         if len(data) != due:
             raise CodecError(f"int8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
         if due == 0:
             return
-        work: torch.dtype = getattr(torch, _work_dtype(dtype))
-        groups = _group_shape(shape, tensor)
-        size = prod(groups) * DTYPE_BYTES[dtype]
-        low, high = (over(data[at:], dtype, groups).to(work) for at in (0, size))
+        groups = self._groups(shape, tensor)
+        if _decode_fast(data, groups, into):
+            return
+        kind: torch.dtype = getattr(torch, _work_dtype(dtype))
+        size = groups.number * DTYPE_BYTES[dtype]
+        low, high = (over(data[at:], dtype, groups.shape).to(kind) for at in (0, size))
         scale = _scale(low, high)
-        steps = over(data[2 * size :], "uint8", shape)
-        for tile in _tiles(shape):
-            part = steps[tile].to(work)
-            into[tile].copy_(part.mul_(scale[tile]).add_(low[tile]))
+        codes = over(data[2 * size :], "uint8", shape)
+        for part, q, m, s in _tiles(into, codes, low, scale):
+            part.copy_(_own.room(part.shape, kind).copy_(q).mul_(s).add_(m))
 
     def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
         """Half a step (range / 255 / 2), and the rounding of the arithmetic and of the dtype.
@@ -163,7 +244,7 @@ class Int8(TensorBytesCodec):
 
         if source.numel() == 0:
             return torch.zeros((1,) * source.dim(), dtype=torch.float64)
-        low, high = _extremes(source, _axis(source.dim(), tensor))
+        low, high = _extremes(source, self._groups(tuple(source.shape), tensor))
         scale = _scale(low, high)
         half = scale.double() / 2
         kept, work = torch.finfo(source.dtype), torch.finfo(scale.dtype)

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["available", "bits16", "kernel"]
+__all__ = ["CALLS", "available", "bits16", "kernel"]
+
+
+_MODULES = ("affine_loops", "byte_loops", "loops", "rotation_loops")
+CALLS: Final = {
+    "levels_by_row": ("look_up", "odd_steps", "spread", "transform"),
+    "rotate_rows": ("odd_steps", "transform"),
+    "transform": ("odd_steps",),
+}
+"""What a loop calls."""
 
 
 @functools.cache
@@ -42,17 +51,18 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
-    loops = importlib.import_module("tierkv_codecs.loops")
-    function = getattr(loops, name)
-    if name in ("levels_by_row", "rotate_rows"):
+    found = (importlib.import_module(f"tierkv_codecs.{module}") for module in _MODULES)
+    function = next(getattr(module, name) for module in found if name in module.__all__)
+    called = CALLS.get(name)
+    if called is not None:
         # what it calls has to be compiled too, without changing the module for others
-        names = function.__globals__ | {"transform": _compiled("transform")}
+        names = function.__globals__ | {inner: _compiled(inner) for inner in called}
         function = types.FunctionType(function.__code__, names, name)
     return _jit(function)
 
 
 def kernel(name: str) -> Callable[..., Any] | None:
-    """The compiled loop called ``name`` in :mod:`tierkv_codecs.loops`; None without numba."""
+    """The compiled loop called ``name`` in one of the modules of loops; None without numba."""
     return _compiled(name) if available() else None
 
 

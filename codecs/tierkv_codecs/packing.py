@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tierkv.views import over
+from tierkv_codecs.kernels import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +42,14 @@ def pack(codes: torch.Tensor, bits: int, out: memoryview) -> None:
     """Write ``codes``, uint8 ``[rows, dim]`` and contiguous, to ``out``."""
     rows, dim = codes.shape
     at = 0
+    loop = kernel("pack_field")
     for width, low, step in fields(rows, bits):
-        area = over(out[at:], "uint8", (step, dim)).zero_()
+        area = over(out[at:], "uint8", (step, dim))
         at += step * dim
+        if loop is not None:
+            loop(codes.numpy(), low, width, area.numpy())
+            continue
+        area.zero_()
         for part in range(8 // width):
             piece = codes[part * step : (part + 1) * step]
             field = piece.bitwise_right_shift(low).bitwise_and_((1 << width) - 1)

@@ -24,13 +24,21 @@ transform and the codes. With the extra ``fast`` decoding to bfloat16 is one pas
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from tierkv.errors import CodecError
 from tierkv.views import over
-from tierkv_codecs.affine import ROW_BYTES, check_finite, dtype_name, read_row, write_row
+from tierkv_codecs.affine import (
+    ROW_BYTES,
+    check_finite,
+    dtype_name,
+    grouped_as,
+    read_row,
+    write_row,
+)
 from tierkv_codecs.grouped import Grouped
 from tierkv_codecs.hadamard import pieces, rotate, rotate_back, signs
 from tierkv_codecs.kernels import bits16, kernel
@@ -106,13 +114,27 @@ def _root(dim: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.rotations: dict[int, tuple[Any, ...]] = {}
+
+
+_own = _PerThread()
+
+
 def _rotation(dim: int) -> tuple[Any, ...]:
     """What kernels need to know: root, signs, starts and sizes of the pieces, room for a tile."""
     import numpy as np
 
-    starts, sizes = (np.array(t) for t in zip(*pieces(dim), strict=True))
-    room = np.empty(16 * dim, np.float32)
-    return _root(dim).reshape(-1).numpy(), signs(dim).numpy(), starts, sizes, room
+    found = _own.rotations.get(dim)
+    if found is None:
+        starts, sizes = (np.array(t) for t in zip(*pieces(dim), strict=True))
+        memory = np.zeros(3 * 16 * dim + 16, np.float32)
+        first = -memory.ctypes.data // 4 % 16  # registers are as wide as a line of the cache
+        room = memory[first : first + 3 * 16 * dim].reshape(3, 16 * dim)
+        found = _root(dim).reshape(-1).numpy(), signs(dim).numpy(), starts, sizes, room
+        _own.rotations[dim] = found
+    return found
 
 
 def _rotate_fast(source: torch.Tensor, found: torch.Tensor) -> bool:
@@ -127,13 +149,15 @@ def _rotate_fast(source: torch.Tensor, found: torch.Tensor) -> bool:
 
 def _decode_fast(data: memoryview, step: torch.Tensor, into: torch.Tensor) -> bool:
     """Decode four-bit codes in one compiled pass; False if there is no kernel for this tensor."""
+    import numpy as np
+
     dim = into.shape[-1]
     rows = len(step)
     out, loop = bits16(into, (rows, dim)), kernel("levels_by_row")
     if out is None or loop is None:
         return False
     packed = over(data, "uint8", (-(-rows // 2), dim)).numpy()
-    loop(packed, _levels(4).numpy(), step.numpy(), *_rotation(dim), out)
+    loop(packed, tuple(map(np.float32, _LEVELS[4])), step.numpy(), *_rotation(dim), out)
     return True
 
 
@@ -143,7 +167,7 @@ class Rotated(Grouped):
     __slots__ = ()
 
     def _per_channel(self, shape: tuple[int, ...], tensor: str) -> bool:
-        return tensor == "k" and len(shape) == 3
+        return grouped_as(self.grouping, tensor) == "k" and len(shape) == 3
 
     def encoded_bytes(self, shape: tuple[int, ...], dtype: str, tensor: str) -> int:
         """Row of steps; a byte for each row; the packed codes. ``k``: as the integer codecs."""
@@ -265,6 +289,9 @@ class Rot4(Rotated):
     bits: ClassVar[int] = 4
     group: ClassVar[int] = 32
 
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rot3(Rotated):
@@ -272,6 +299,9 @@ class Rot3(Rotated):
 
     name: ClassVar[str] = "rot3"
     bits: ClassVar[int] = 3
+
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,3 +311,6 @@ class Rot2(Rotated):
     name: ClassVar[str] = "rot2"
     bits: ClassVar[int] = 2
     group: ClassVar[int] = 32
+
+    grouping: str = ""
+    """``"channel"`` or ``"token"``; nothing: as suits the tensor."""

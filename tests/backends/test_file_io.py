@@ -347,3 +347,35 @@ async def test_k1_usable_bytes_can_be_used(nbytes: int, tmp_path: Path) -> None:
         for number in range(count):
             assert await bench.write(part(number, nbytes)) == [OK], f"{number} of {count}"
         assert used(bench) == disk_usage(tmp_path / "kv") <= 1 << 20
+
+
+async def test_p5_a_read_waits_for_one_file_of_a_batch_of_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go, ended = threading.Event(), threading.Event(), list[str]()
+    publish, opens, stored = Files.publish, Files.open_reader, part(0, 5000)
+
+    def noted(files: Files, *args: Any) -> int:
+        ended.append("read")
+        return opens(files, *args)
+
+    def gated(files: Files, *args: Any) -> tuple[int, dict[str, int]]:
+        entered.set()
+        assert go.wait(30)
+        ended.append("file")
+        return publish(files, *args)
+
+    async with File(threads=1).opened(tmp_path) as bench:
+        await bench.write(stored)
+        monkeypatch.setattr(Files, "publish", gated)
+        monkeypatch.setattr(Files, "open_reader", noted)
+        writing = bench.workers.spawn(bench.write, *(part(i, 5000) for i in range(1, 9)))
+        while not entered.is_set():  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.001)
+        reading = bench.workers.spawn(bench.read, stored)
+        await asyncio.sleep(0.01)
+        go.set()
+        assert await reading.wait() == [contents(stored)]
+        assert await writing.wait() == [OK] * 8
+        assert ended.count("file") == 8
+        assert ended.index("read") < 8, "it waited for the whole batch"

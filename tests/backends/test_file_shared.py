@@ -147,3 +147,30 @@ async def _look(bench: Bench, rng: random.Random) -> tuple[int, int]:
 
 def _unfinished_of(root: Path, pid: int) -> set[str]:
     return {p.name for p in everything(root) if f"-{pid}-" in p.name}
+
+
+_HANGS = """
+import asyncio, sys, threading
+from pathlib import Path
+from tests.backends.file_bench import File
+from tierkv.testing.bench import part
+from tierkv_backends.file import backend
+from tierkv_backends.file.files import Files
+
+async def main():
+    async with File().opened(Path(sys.argv[1])) as bench:
+        Files.open_writer = lambda *_: threading.Event().wait()
+        writing = bench.workers.spawn(bench.write, part(1, 5000))
+        await asyncio.sleep(0.05)
+        await bench.backend.aclose()
+        print("closed", flush=True)
+
+backend._CLOSE_S = 0.05
+asyncio.run(main())
+"""
+
+
+def test_f055_a_thread_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HANGS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True, text=True)
+    assert done.stdout == "closed\n"

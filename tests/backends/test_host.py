@@ -123,3 +123,12 @@ def test_options_are_strict() -> None:
         HostBackend(Tier("host", "1MiB", options={"tuoch": 1}))
     with pytest.raises(ConfigError, match="not a size"):
         HostBackend(Tier("host", "1MiB", options={"touch": "all"}))
+
+
+async def test_opening_twice_is_refused(tmp_path: Path) -> None:
+    """The arena of the first time would be gone, with everything in it."""
+    async with Host().opened(tmp_path) as bench:
+        await bench.write(part(0, 5000))
+        with pytest.raises(BackendError, match="open already"):
+            await bench.backend.open(bench.workers)
+        assert await bench.read(part(0, 5000)) == [contents(part(0, 5000))]

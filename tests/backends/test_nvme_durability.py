@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,3 +105,36 @@ async def test_segments_of_any_number_are_found_again(tmp_path: Path) -> None:
         again.close()
     finally:
         os.close(root)
+
+
+async def test_p5_a_long_sync_holds_no_write_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes go on while the disk syncs; a second flush waits for the first all the same."""
+    entered, go = threading.Event(), threading.Event()
+    sync = os.fdatasync
+
+    def gated(fd: int) -> None:
+        entered.set()
+        assert go.wait(30)
+        sync(fd)
+
+    async with Nvme().opened(tmp_path) as bench:
+        assert await bench.write(part(0, 5000)) == [OK]
+        monkeypatch.setattr(os, "fdatasync", gated)
+        first = bench.workers.spawn(bench.backend.flush)
+        while not entered.is_set():  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(20):
+            assert await bench.write(part(1, 5000)) == [OK]
+            await bench.backend.delete([(part(0, 1).part, 1)])
+            assert await bench.read(part(1, 5000)) == [contents(part(1, 5000))]
+        second = bench.workers.spawn(bench.backend.flush)
+        await asyncio.sleep(0.02)
+        assert not first.done()
+        assert not second.done()
+        go.set()
+        await first.wait()
+        await second.wait()
+    async with Nvme().opened(tmp_path) as bench:
+        assert list(bench.found) == [part(1, 5000)]

@@ -192,3 +192,19 @@ async def test_empty_frames(tmp_path: Path) -> None:
         assert await bench.write(stored) == [OK]
         assert await bench.read(stored) == [b""]
         check(bench, tmp_path, 1 << 20, [stored])
+
+
+async def test_k1_files_that_only_look_like_segments_count(tmp_path: Path) -> None:
+    """Nobody reads, grows or removes them; the room that they take is not the tier's to give."""
+    async with Nvme().opened(tmp_path) as bench:
+        await bench.write(part(0, 5000))
+    root = tmp_path / "kv"
+    for name in ("segment-000003", "segment-1", "segment-00001x"):
+        (root / name).write_bytes(bytes(70_000))
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(bytes(70_000))
+    async with Nvme().opened(tmp_path) as bench:
+        assert bench.backend.stats().disk_bytes == disk_usage(root)
+        assert await bench.read(part(0, 5000)) == [contents(part(0, 5000))]
+        await bench.backend.delete([(part(0, 1).part, 1)])
+    assert (root / "segment-000003").stat().st_size == 70_000

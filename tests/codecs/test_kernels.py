@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_codecs import kernels, loops
+from tierkv_codecs import affine_loops, byte_loops, kernels, loops, rotation_loops
 from tierkv_codecs.fp8 import Fp8
-from tierkv_codecs.grouped import Int3, Int4
+from tierkv_codecs.grouped import Int2, Int3, Int4, Int6
+from tierkv_codecs.int8 import Int8
 from tierkv_codecs.planes import Planes
 from tierkv_codecs.rot import Rot2, Rot4
 
@@ -23,8 +24,18 @@ if TYPE_CHECKING:
 
     from tierkv.abc import TensorBytesCodec
 
-MODULES = ("fp8", "grouped", "planes", "rot")
-CODECS: tuple[TensorBytesCodec, ...] = (Int3(), Int4(), Fp8(), Rot2(), Rot4())
+MODULES = ("compiled", "fp8", "int8", "packing", "planes", "rot")
+LOOPS = (affine_loops, byte_loops, loops, rotation_loops)
+CODECS: tuple[TensorBytesCodec, ...] = (
+    Int8(),
+    Int6(),
+    Int4(),
+    Int3(),
+    Int2(),
+    Fp8(),
+    Rot2(),
+    Rot4(),
+)
 SHAPES = ((1, 1, 1), (2, 7, 16), (1, 65, 96), (3, 33, 63))
 
 
@@ -49,10 +60,14 @@ def decoded(
     return into
 
 
+def plain(name: str) -> Any:
+    return next(getattr(module, name) for module in LOOPS if name in module.__all__)
+
+
 @pytest.fixture(params=["compiled", "plain Python"])
 def find(request: pytest.FixtureRequest) -> Callable[[str], Any]:
     if request.param == "plain Python":
-        return lambda name: getattr(loops, name)
+        return plain
     if not kernels.available():
         pytest.skip("numba is not installed")
     return kernels.kernel
@@ -124,21 +139,13 @@ def test_strided_targets_and_other_dtypes_take_the_other_path(
             assert bool((error <= codec.error_bound(source, "v")).all())
 
 
-def test_every_loop_that_is_asked_for_exists() -> None:
-    assert set(loops.__all__) == {
-        "codes_by_channel",
-        "codes_by_row",
-        "count_above",
-        "floats8_by_channel",
-        "floats8_by_row",
-        "levels_by_row",
-        "merge2",
-        "nibbles_by_channel",
-        "nibbles_by_row",
-        "rotate_rows",
-        "split2",
-        "transform",
-    }
+def test_loops_have_one_name_each_and_call_each_other_by_it() -> None:
+    known = [name for module in LOOPS for name in module.__all__]
+    assert len(set(known)) == len(known)
+    for name, inner in kernels.CALLS.items():
+        function = next(getattr(m, name) for m in LOOPS if name in m.__all__)
+        called = set(function.__code__.co_names) & set(known)
+        assert called == set(inner), name
 
 
 def test_kernels_can_be_switched_off() -> None:

@@ -80,6 +80,18 @@ def test_a_tier_that_is_fast_again_is_found_so() -> None:
     assert learned.seconds(8 * MIB) < 1
 
 
+def test_a_slow_first_batch_does_not_make_a_tier_slow_for_minutes() -> None:
+    """A disk that had to wake up: what is skipped is read once in 5 s only, to see whether."""
+    learned = Line()
+    learned.add(8 * MIB, 5.0)
+    for _ in range(4):
+        learned.add(8 * MIB, 0.01)
+    assert learned.seconds(8 * MIB) < 0.02
+    learned.add(8 * MIB, 0.001)  # what is quick once or twice proves nothing
+    learned.add(8 * MIB, 0.001)
+    assert learned.seconds(8 * MIB) > 0.004
+
+
 def test_nothing_known_costs_nothing() -> None:
     assert Line().seconds(10**9) == 0
     assert Line().bandwidth == 0
@@ -117,7 +129,7 @@ def test_five_failures_in_a_row_open_a_breaker_and_a_good_batch_starts_over() ->
     breaker = Breaker()
     for _ in range(4):
         breaker.failure(0.0)
-    breaker.success()
+    breaker.success(0.0)
     for _ in range(4):
         breaker.failure(0.0)
     assert breaker.closed
@@ -141,10 +153,25 @@ def test_one_probe_at_a_time_and_the_pause_doubles() -> None:
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     now = breaker.retry_at
     assert breaker.admit(now)
-    breaker.success()
+    breaker.success(now)
     assert breaker.closed
-    breaker.failure(now, hung=True)
-    assert breaker.retry_at - now == 1
+    breaker.success(now + 60)  # it lasts
+    breaker.failure(now + 61, hung=True)
+    assert breaker.retry_at - (now + 61) == 1
+
+
+def test_p3_a_relapse_is_left_alone_for_longer_each_time() -> None:
+    """Probes of a page are answered, loads hang: each of them would cost a whole time-out."""
+    breaker, now, pauses = Breaker(), 0.0, []
+    for _ in range(8):
+        breaker.failure(now, hung=True)
+        pauses.append(breaker.retry_at - now)
+        if len(pauses) > 1:
+            breaker.hint(now + 0.5)  # writes are fine
+        now = breaker.retry_at
+        assert breaker.admit(now)
+        breaker.success(now)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_what_comes_late_from_earlier_does_not_lengthen_the_pause() -> None:

@@ -173,9 +173,10 @@ class FakeRuntime:
         assert stream, "CUDA refuses the default stream"
         if self.error:
             return self.error, 0
-        self.batches.append(list(zip(targets, sources, sizes, strict=True)))
+        batch = list(zip(targets, sources, sizes, strict=True))
+        self.batches.append(batch)
         like = torch.zeros(1, dtype=torch.uint8)
-        for target, source, size in self.batches[-1]:
+        for target, source, size in batch:
             there, here = Run(target, source, size, Move(like, like)).tensors()
             there.copy_(here)
         return 0, 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
+from typing import Any
 
 import pytest
 import torch
 
+from tests.device.batches import check_any_batch
 from tests.device.fake_cuda import (
     FakeCudaDevice,
     FakeRuntime,
@@ -17,7 +18,6 @@ from tests.device.fake_cuda import (
 )
 from tierkv.abc import Move
 from tierkv.device import batched
-from tierkv.device.bits import copy_move
 from tierkv.device.cuda_copies import SCRATCH_BYTES
 from tierkv.device.plan import BULK_BYTES
 from tierkv.errors import LayoutError
@@ -105,41 +105,9 @@ def test_pages_shorter_than_a_block_cross_together(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_batch_does_what_copies_one_by_one_do(seed: int) -> None:
-    rng = random.Random(seed)
     device = FakeCudaDevice(runtime=FakeRuntime() if seed % 2 else None)
-    host, there = pinned(device, 1 << 18), device_bytes(device, noise(1 << 18))
-    host.copy_(noise(1 << 18))
-    mine, theirs = host.clone(), there.clone()
-    to_host = rng.random() < 0.5
-    kind = rng.choice([torch.uint8, torch.int16, torch.float32, torch.int64])
-    moves: list[Move] = []
-    naive: list[Move] = []
-    for at in range(0, 1 << 18, 1 << 14):
-        low = at + rng.choice([0, 0, 64])
-        heads, tokens, dim = rng.choice([(4, 8, 16), (1, 32, 16), (4, 3, 8), (8, 16, 8)])
-        size = heads * tokens * dim
-        pair = []
-        for memory in (host, there), (mine, theirs):
-            host_side, far = (
-                m[low : low + 8 * size].view(kind)[:size].view(heads, tokens, dim) for m in memory
-            )
-            if seed % 3:
-                far = far.view(tokens, heads, dim).transpose(0, 1)
-            pair.append((host_side, far))
-        step = rng.choice([tokens, 1 + tokens // 2])
-        for first in range(0, tokens, step):
-            if rng.random() < 0.2:
-                continue
-            for (a, b), out in zip(pair, (moves, naive), strict=True):
-                one, two = (x[:, first : min(first + step, tokens)] for x in (a, b))
-                out.append(Move(one, two) if to_host else Move(two, one))
-    order = list(range(len(moves)))
-    rng.shuffle(order)
-    device.copy([moves[i] for i in order], device.stores if to_host else device.loads)
-    for move in naive:
-        copy_move(move)
-    assert torch.equal(host, mine)
-    assert torch.equal(there, theirs)
+    check_any_batch(device, seed)
+    device.close()
 
 
 def test_more_than_the_scratch_goes_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +153,18 @@ def test_a_batched_call_that_fails_is_given_up(caplog: pytest.LogCaptureFixture)
     assert [r.message for r in caplog.records] == ["cuda:0: no batched copies from now on: 801"]
     assert runtime.forgotten == 1
     assert "one copy a piece" in repr(device)
+
+
+def test_bindings_of_another_kind_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    class Newer(FakeRuntime):
+        def cudaMemcpyBatchAsync(self, *args: Any) -> tuple[int, int]:
+            raise TypeError("takes 6 positional arguments")
+
+    device = FakeCudaDevice(runtime=Newer())
+    there, host = device_bytes(device, noise(100_000)), pinned(device, 100_000)
+    device.copy([Move(host, there)], device.stores)
+    assert torch.equal(host, there)
+    assert "no batched copies from now on: TypeError" in caplog.text
 
 
 def test_the_default_stream_takes_no_batches() -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.device.batches import check_any_batch
 from tests.device.fake_cuda import (
     FakeCuda,
     FakeCudaDevice,
@@ -172,6 +173,28 @@ def test_after_a_fault_everything_says_so_and_nothing_else_is_raised() -> None:
     device.close()
 
 
+def test_a_device_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tierkv.device.cuda.CLOSE_S", 0.02)
+    kept: list[object] = []
+    monkeypatch.setattr("tierkv.device.cuda._given_up", kept)
+    device = FakeCudaDevice()
+    chunk = memoryview(bytearray(4096))
+    assert device.pin(chunk)
+    there, host = device_bytes(device, noise(64)), torch.zeros(64, dtype=torch.uint8)
+    FakeEvent.held = []
+    device.copy([Move(host, there)], device.stores)
+    gone = weakref.ref(host)
+    fake = device.fake
+    device.close()
+    assert "cuda:0 hangs and is given up" in caplog.text
+    del host, device
+    gc.collect()
+    assert gone() is not None
+    assert len(fake.registered) == 1, "its DMA may still write there"
+
+
 def test_what_half_a_batch_touches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeCudaDevice()
     there = device_bytes(device, noise(2 * BULK_BYTES))
@@ -241,6 +264,25 @@ def test_batches_of_several_threads_do_not_share_scratch_memory() -> None:
                 wrong.append(number)
 
     threads = [threading.Thread(target=store, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_any_batches_of_several_threads_do_not_mix() -> None:
+    device = FakeCudaDevice(runtime=FakeRuntime())
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            for seed in range(3):
+                check_any_batch(device, 100 * number + seed)
+        except Exception as error:  # noqa: BLE001 - told below
+            wrong.append(f"{number}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

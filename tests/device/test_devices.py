@@ -62,6 +62,21 @@ def test_two_names_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.open("cuda:1") is not found.open("cuda")
 
 
+def test_one_that_cannot_be_closed_leaves_no_other_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise OSError("gone")
+
+    found = Devices()
+    monkeypatch.setattr(found.open("sim:1"), "close", broken)
+    other = found.open("sim:2")
+    found.close()
+    assert "sim:1 failed while it was closed" in caplog.text
+    with pytest.raises(BackendError, match="was closed"):
+        other.loads.record()
+
+
 def test_unknown_devices_are_typed_errors() -> None:
     found = Devices()
     with pytest.raises(ConfigError, match="devices: unknown name 'xpu'"):

@@ -208,6 +208,28 @@ async def test_k4_a_disk_that_refuses_degrades_one_tier(
         await rig.at_rest()
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EIO])
+async def test_k6_a_failure_that_passes_costs_no_file(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    async with running("file", tmp_path, space=SPACE) as rig:
+        ids, kv = await store(rig)
+        before = frames(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "open_reader", refuse)
+            async with rig.engine.session("reader") as session:
+                tokens, back = await load(session, ids)
+            assert tokens == 0
+            assert back.untouched()
+        await usable(rig, SPACE)
+        assert set(before) <= set(frames(tmp_path)), "others on the mount would miss them"
+        await check(rig, ids, kv, BLOCKS)
+        await rig.at_rest()
+
+
 async def test_k4_an_unusable_directory_is_an_error_at_open(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "thesis.tex").write_text("years of work")

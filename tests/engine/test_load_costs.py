@@ -12,7 +12,8 @@ from tests.engine.device_rig import make_tiers, on_device
 from tests.engine.rig import load, running
 from tierkv.decisions.types import EvictReason
 from tierkv.layout import Layout, Space
-from tierkv.mover.load import ONE_WINDOW_BYTES, LoadPlan, _windows
+from tierkv.mover.departing import ONE_WINDOW_BYTES, _windows
+from tierkv.mover.load import LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

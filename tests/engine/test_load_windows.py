@@ -40,8 +40,8 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _one_block_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierkv.mover.load.ONE_WINDOW_BYTES", 1)
-    monkeypatch.setattr("tierkv.mover.load._LEAST_BYTES", 1)
+    monkeypatch.setattr("tierkv.mover.departing.ONE_WINDOW_BYTES", 1)
+    monkeypatch.setattr("tierkv.mover.departing._LEAST_BYTES", 1)
 
 
 class _Nth(Fault):

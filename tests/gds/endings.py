@@ -15,7 +15,7 @@ from tests.gds.rig import PAGE, device, opened
 from tierkv.abc import OK, DirectBackend, ReadRequest
 from tierkv.config import Tier
 from tierkv.device.cpu import CpuDevice
-from tierkv.errors import BackendError, ClosedError
+from tierkv.errors import BackendError, ClosedError, RootLockedError
 from tierkv.testing.bench import contents, part
 from tierkv.testing.crash import disk_usage
 from tierkv.workers import Workers
@@ -103,7 +103,7 @@ async def closed_in_flight(root: Path) -> None:
 
 
 async def closed_over_a_hanging_transfer(root: Path) -> None:
-    """Closing is bounded: whoever waits is told, and the memory is kept until the end comes."""
+    """Closing is bounded: whoever waits is told, memory and root are kept until the end comes."""
     stored = part(0, 10_000)
     hang = threading.Event()
 
@@ -121,7 +121,7 @@ async def closed_over_a_hanging_transfer(root: Path) -> None:
 
     async with opened(root) as bench:
         assert await bench.put(stored) == [OK]
-        files = bench.files
+        files, store = bench.files, bench.backend._store  # type: ignore[attr-defined]
         for file in files._files.values():
             file.close()
         files._files = dict.fromkeys(files._files, File())
@@ -135,13 +135,17 @@ async def closed_over_a_hanging_transfer(root: Path) -> None:
         with pytest.raises(ClosedError, match="hangs"):
             await job.wait()
         assert files.reaper.in_flight == 1, "it keeps the memory"
+        with pytest.raises(RootLockedError):
+            async with opened(root):
+                pass
         hang.set()
-        for _ in range(2000):
-            if not files.reaper.in_flight:
+        for _ in range(20_000):
+            if store.directory < 0:
                 break
             await asyncio.sleep(0.001)
         assert files.reaper.in_flight == 0
-        files.reaper.close()
+    async with opened(root) as bench:  # the root is free again
+        assert await bench.get(stored) == [contents(stored)]
 
 
 async def wrong_tensors_are_refused(root: Path) -> None:

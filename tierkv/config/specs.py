@@ -58,7 +58,7 @@ class Tier:
     """One tier, fastest first in the list of an engine.
 
     Attributes:
-        kind: Name of a backend: ``"host"``, ``"nvme"``, ...
+        kind: Name of a backend: ``"device"``, ``"host"``, ``"nvme"``, ``"file"``, ...
         capacity: Bytes, or text such as ``"8GiB"``; for this process.
         path: Directory of a tier on disk; ``{worker}`` is replaced by ``$TIERKV_WORKER`` or ``0``.
         name: Name in stats and metrics; the kind by default.
@@ -67,7 +67,7 @@ class Tier:
             the tier faster, as measured, and ``raw`` otherwise; ``"auto:CHAIN"`` does so with
             another lossless chain.
         policy: Eviction policy of this tier; None takes the engine's.
-        device: Device of a device tier, e.g. ``"cuda:0"``.
+        device: Device of a device tier, e.g. ``"cuda:0"``; None takes the GPU, or else the CPU.
         write_through: Whether new blocks are copied here at once (tiers after the first).
         high: Used share above which the engine makes room in the background.
         low: Used share down to which it does.
@@ -216,7 +216,8 @@ class EngineConfig:
             "session_quota": "256MiB"}}``; sizes are bytes once the spec is made.
         staging: Bytes of engine-owned staging memory.
         write_queue: Bytes that may wait for a slower tier; beyond it the tail is not written.
-        threads: Worker threads for I/O and copies.
+        threads: Worker threads for what somebody waits for; background copies and prefetch have
+            half as many each beside them.
         close_timeout: Seconds that ``aclose`` may wait for writes under way.
         tier_timeout: Seconds without any answer after which a tier is taken to hang; more where
             the batches under way are large for what was learned of the tier.

@@ -28,15 +28,21 @@ class Leasing(Costed):
         return drops
 
     def hold_part(
-        self, part: PartId, now: float, lossy: bool = False
+        self, part: PartId, now: float, lossy: bool = False, tiers: int = -1
     ) -> tuple[int, int, int] | None:
         """Lease the fastest readable copy of one part, in O(1); it counts as no use of the part.
+
+        Args:
+            part: The part.
+            now: Time.
+            lossy: Whether a lossy copy will do.
+            tiers: Tiers, one bit each, whose copies will do; -1: any.
 
         Returns:
             The lease, for :meth:`release`, the tier and the generation; None if a lookup would not
             find it.
         """
-        held = self._matcher.hold(part, lossy, now)
+        held = self._matcher.hold(part, lossy, now, tiers)
         if self._log is not None:
-            self._record("hold_part", now, (part, lossy), held)
+            self._record("hold_part", now, (part, lossy, tiers), held)
         return held

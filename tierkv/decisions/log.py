@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from tierkv.decisions.core import Decisions
     from tierkv.decisions.matching import Lookup
 
-__all__ = ["DecisionLog", "LineLog", "replay"]
+__all__ = ["DecisionLog", "LineLog", "replay", "runs"]
 
+_HEADER: Final = b'{"op":"header"'
 _DERIVED: Final = ("header", "resize")  # lines that the object writes of its own accord
 
 
@@ -104,7 +105,7 @@ _CALLS: Final[dict[str, Callable[[Decisions, float, list[Any]], object]]] = {
     "tick": lambda d, now, a: d.tick(now),
     "recover": lambda d, now, a: d.recover(a[0], [_stored(s) for s in a[1]], a[2], now, a[3], a[4]),
     "set_capacity": lambda d, now, a: d.set_capacity(a[0], a[1], now),
-    "hold_part": lambda d, now, a: d.hold_part(_part(a[0]), now, a[1]),
+    "hold_part": lambda d, now, a: d.hold_part(_part(a[0]), now, a[1], a[2]),
     "admit": lambda d, now, a: d.admit(a[0], a[1], now),
     "sample": lambda d, now, a: d.sample(a[0], a[1], a[2], a[3], now),
     "failed": lambda d, now, a: d.failed(a[0], a[1], now, hung=a[2]),
@@ -159,6 +160,8 @@ def replay(lines: Iterable[bytes], decisions: Decisions) -> Iterator[bytes]:
                 "the log was written by a decision object of another configuration:\n"
                 f"log: {line!r}\nhere: {log.lines[0]!r}"
             )
+        if number and op == "header":
+            raise ConfigError(f"line {number + 1} begins another run: cut the log with runs()")
         if op in _CALLS:
             _CALLS[op](decisions, now, args)
         elif op in ("begin_lookup", "advance", "finish", "abandon"):
@@ -167,3 +170,15 @@ def replay(lines: Iterable[bytes], decisions: Decisions) -> Iterator[bytes]:
             raise ConfigError(f"line {number + 1}: unknown operation {op!r}")
         yield from log.lines[written:]
         written = len(log.lines)
+
+
+def runs(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Cut a log to which several engines wrote, one after the other, into the log of each."""
+    run: list[bytes] = []
+    for line in lines:
+        if run and line.startswith(_HEADER):
+            yield run
+            run = []
+        run.append(line)
+    if run:
+        yield run

@@ -357,12 +357,14 @@ class Matcher(Reasons):
             at.unpin(row)
         return at.collect() if at.ready else []
 
-    def hold(self, part: PartId, lossy: bool, now: float) -> tuple[int, int, int] | None:
+    def hold(
+        self, part: PartId, lossy: bool, now: float, tiers: int
+    ) -> tuple[int, int, int] | None:
         """Lease one part by itself; see :meth:`Decisions.hold_part`."""
         at = self._at
         index = at.index
         row = index.rows.get(part, NO_ROW)
-        mask = index.resident[row] & at.readable if row >= 0 else 0
+        mask = index.resident[row] & at.readable & tiers if row >= 0 else 0
         if mask and not lossy:
             mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
         if not mask or index.expiry[row] <= now:

@@ -50,9 +50,12 @@ class BatchedCopy:
         sources = [run.source for run in runs]
         sizes = [run.nbytes for run in runs]
         # CUDA 12 returns the number of the copy that failed as well; nobody needs it here
-        error = self._runtime.cudaMemcpyBatchAsync(
-            targets, sources, sizes, len(runs), [self._attributes], [0], 1, stream
-        )[0]
+        try:
+            error = self._runtime.cudaMemcpyBatchAsync(
+                targets, sources, sizes, len(runs), [self._attributes], [0], 1, stream
+            )[0]
+        except (RuntimeError, TypeError, ValueError) as refused:  # bindings of another kind
+            return repr(refused)
         if int(error) == 0:
             return ""
         self._runtime.cudaGetLastError()  # or torch finds it at some later call of its own

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -40,15 +41,20 @@ if TYPE_CHECKING:
     from tierkv.abc import Event, Move, Stream
     from tierkv.device.batched import BatchedCopy
 
-__all__ = ["CudaDevice"]
+__all__ = ["CLOSE_S", "CudaDevice"]
 
 _log = logging.getLogger(__name__)
 
 _PAGE: Final = 4096
+CLOSE_S: Final = 10.0
+"""Seconds that closing waits for a stream."""
 _CAPTURING: Final = (
     "the calling thread is capturing a CUDA graph on its current stream; store and load outside of "
     "the capture"
 )
+
+
+_given_up: list[CudaDevice] = []
 
 
 class CudaDevice(Device):
@@ -109,6 +115,11 @@ class CudaDevice(Device):
                 fold_tensors([torch.zeros(FOLD_ALIGN, dtype=torch.uint8, device=self._memory)])
         except RuntimeError as error:  # no memory just now: later, then
             _log.info("%s: not prepared: %s", self.name, error)
+
+    def ready(self) -> None:
+        """Wait until the kernel for strided pieces is compiled, if there is one; for benchmarks."""
+        if self._preparing.ident is not None:
+            self._preparing.join()
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.name}: {self._copies.mode}>"
@@ -253,7 +264,7 @@ class CudaDevice(Device):
         try:
             # the device first: a stream of another device than the thread's current one would
             # leave by making that one current, which costs hundreds of MiB of its memory
-            with stream.turn, torch.inference_mode(), self._here(), self._cuda.stream(stream.raw):
+            with torch.inference_mode(), self._here(), self._cuda.stream(stream.raw):
                 yield stream
         except RuntimeError as error:
             raise BackendError(self.name, f"cannot take work: {error}") from error
@@ -274,21 +285,33 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Wait for the engine's streams, let go of their memory and of registrations.
 
-        Never raises: a device that failed does nothing any more.
+        Never raises: a device that failed does nothing any more. One that hangs is given up after
+        10 s; what its work touches is then kept for as long as the process lives.
         """
         if self._closed:
             return
         self._closed = True
-        if self._preparing.ident is not None:
-            self._preparing.join()
-        for stream in (self._stores, self._loads):
-            try:
-                stream.record().synchronize()
-            except BackendError as error:
-                _log.warning("closing over a failure: %s", error)
-            stream.scratch = None
-        self._kept.clear()
-        self._pinned.close()
+        self.ready()
+        if all(_ends(stream.record()) for stream in (self._stores, self._loads)):
+            self._stores.scratch = self._loads.scratch = None
+            self._kept.clear()
+            self._pinned.close()
+        else:
+            _log.error("%s hangs and is given up", self.name)
+            _given_up.append(self)
+
+
+def _ends(event: CudaEvent) -> bool:
+    """Wait for an event in this thread, not for ever; whether it is over."""
+    end = time.monotonic() + CLOSE_S
+    try:
+        while not event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-4)
+    except BackendError as error:
+        _log.warning("closing over a failure: %s", error)
+    return True
 
 
 def _find(name: str, cuda: Any) -> int:

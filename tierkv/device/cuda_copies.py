@@ -95,13 +95,14 @@ class CudaCopies:
 
     @property
     def mode(self) -> str:
-        """How bulk copies are submitted."""
-        return "batched copies" if self._batched is not None else "one copy a piece"
+        """How copies are submitted."""
+        bulk = "batched copies" if self._batched is not None else "one copy a piece"
+        return bulk if self.kernel is None else f"{bulk}, strided ones by a kernel"
 
     def submit(
         self, work: Sorted, on: CudaStream, scratch_of: Callable[[CudaStream], torch.Tensor | None]
     ) -> None:
-        """Submit; the caller has made the stream torch's current one, and has its turn."""
+        """Submit; the caller has made the stream torch's current one."""
         handle: int = on.raw.cuda_stream
         self._send([(run, True) for run in work.inside.bulk], handle)
         _move_runs([run.tensors() for run in work.inside.small])
@@ -109,7 +110,7 @@ class CudaCopies:
         for pieces, to_host in ((work.to_host, True), (work.from_host, False)):
             left: list[Move] = []
             if pieces.small or pieces.strided:
-                left = self._through_scratch(pieces, handle, lambda: scratch_of(on), to_host)
+                left = self._through_scratch(pieces, on, scratch_of, to_host)
             self._cross(pieces.bulk, handle, to_host)
             for move in left:
                 _move(move)
@@ -117,23 +118,24 @@ class CudaCopies:
     def _through_scratch(
         self,
         pieces: _Pieces,
-        handle: int,
-        scratch_of: Callable[[], torch.Tensor | None],
+        on: CudaStream,
+        scratch_of: Callable[[CudaStream], torch.Tensor | None],
         to_host: bool,
     ) -> list[Move]:
         """Submit small and strided pieces; those returned have to go one by one."""
         found, left = group(pieces.small, pieces.strided, to_host=to_host, room=SCRATCH_BYTES)
-        scratch = scratch_of() if found else None
-        if scratch is None:  # no memory for it: slower
-            return left + [part.move for one in found for part in one.parts]
-        for turn in place(found, SCRATCH_BYTES):
-            runs = [_crossing(scratch, at, one, to_host) for at, one in turn]
-            if to_host:
-                self._kernels(scratch, turn, gather=True)
-                self._cross(runs, handle, to_host)
-            else:
-                self._cross(runs, handle, to_host)
-                self._kernels(scratch, turn, gather=False)
+        rounds = place(found, SCRATCH_BYTES)
+        with on.turn:  # what lies in scratch memory between a kernel and a copy must stay there
+            scratch = scratch_of(on) if found else None
+            if scratch is None:  # no memory for it: slower
+                return left + [part.move for one in found for part in one.parts]
+            for turn in rounds:
+                runs = [_crossing(scratch, at, one, to_host) for at, one in turn]
+                if to_host:
+                    self._kernels(scratch, turn, gather=True)
+                self._cross(runs, on.raw.cuda_stream, to_host)
+                if not to_host:
+                    self._kernels(scratch, turn, gather=False)
         return left
 
     def _kernels(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from tierkv.registry import resolve
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from tierkv.abc import Device, View
 
 __all__ = ["Devices"]
+
+_log = logging.getLogger(__name__)
 
 
 class Devices:
@@ -63,6 +66,9 @@ class Devices:
         return None if tensor.device.type == "cpu" else self.open(str(tensor.device))
 
     def close(self) -> None:
-        """Close every device. Idempotent."""
+        """Close every device, whatever one of them raises. Idempotent."""
         for device in self:
-            device.close()
+            try:
+                device.close()
+            except Exception as error:  # noqa: BLE001 - a third-party device may raise anything
+                _log.warning("device %s failed while it was closed: %r", device.name, error)

@@ -9,6 +9,7 @@ the block's frame, together they fill it. Arithmetic only.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.abc import Move
@@ -90,8 +91,8 @@ def group(
     for move in strided:
         device, host = move if not to_host else move[::-1]
         size = host.element_size()
-        nbytes, span = host.numel() * size, _span(host)
         steps = host.stride()
+        nbytes, span = host.numel() * size, _span(size, host.shape, steps)
         parts.append(Part(host.data_ptr(), span, nbytes, as_bits(device), steps, host, move))
     fit = [part for part in parts if part.span <= room]
     left += [part.move for part in parts if part.span > room]
@@ -130,10 +131,10 @@ def _filled(one: Group) -> bool:
     return sum(part.nbytes for part in one.parts) == one.nbytes
 
 
-def _span(tensor: torch.Tensor) -> int:
+@lru_cache(maxsize=4096)  # the pieces of a batch are mostly alike
+def _span(size: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
     """Bytes from a tensor's first to behind its last one."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return (sum(step * (size - 1) for step, size in steps) + 1) * tensor.element_size()
+    return (sum(step * (n - 1) for step, n in zip(steps, shape, strict=True)) + 1) * size
 
 
 def place(groups: Sequence[Group], room: int) -> list[list[tuple[int, Group]]]:

@@ -85,7 +85,7 @@ class PieceKernel:
             if len(axes) > 2 or any(n % _WORD for n in (*steps, *ends)):
                 rest.append(move)
             else:
-                alike.setdefault((length, tuple(axes)), []).append(move)
+                alike.setdefault((length, axes), []).append(move)
         for (length, over), same in alike.items():
             if len(same) < _FEWEST or not self._launch(length // _WORD, over, same):
                 rest += same

@@ -13,6 +13,7 @@ Nothing is submitted here: pure arithmetic on addresses and strides, the same fo
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -108,22 +109,26 @@ Axis = tuple[int, int, int]
 """Step on the target, step on the source (bytes), size."""
 
 
-def run_length(move: Move) -> tuple[int, list[Axis]]:
+def run_length(move: Move) -> tuple[int, tuple[Axis, ...]]:
     """Bytes of a move's runs that are contiguous on both sides, and the axes that repeat them."""
     target, source = move
-    length = target.element_size()
+    return _run_length(target.element_size(), target.shape, target.stride(), source.stride())
+
+
+@lru_cache(maxsize=4096)  # the pieces of a batch are mostly alike
+def _run_length(
+    length: int, shape: tuple[int, ...], target: tuple[int, ...], source: tuple[int, ...]
+) -> tuple[int, tuple[Axis, ...]]:
     axes = [
-        (t * length, s * length, n)
-        for t, s, n in zip(target.stride(), source.stride(), target.shape, strict=True)
-        if n > 1
+        (t * length, s * length, n) for t, s, n in zip(target, source, shape, strict=True) if n > 1
     ]
     axes.sort(key=lambda axis: -axis[0])
     while axes and axes[-1][0] == axes[-1][1] == length:
         length *= axes.pop()[2]
-    return length, axes
+    return length, tuple(axes)
 
 
-def _cut(move: Move, length: int, outer: list[Axis]) -> list[Run]:
+def _cut(move: Move, length: int, outer: tuple[Axis, ...]) -> list[Run]:
     target, source = move.target.data_ptr(), move.source.data_ptr()
     runs = []
     for at in product(*(range(n) for _, _, n in outer)):

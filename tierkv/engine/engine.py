@@ -169,7 +169,10 @@ class Engine(Lifecycle):
         fidelity: str = "exact",
         salt: bytes = b"",
     ) -> list[BlockReport]:
-        """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing."""
+        """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing.
+
+        Long prompts: see :meth:`tierkv.session.Session.aexplain`.
+        """
         state = SessionState("", tenant, self._space(space), salt)
         handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
         return handle.explain(as_token_ids(token_ids))

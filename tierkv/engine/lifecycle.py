@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tierkv.config import EngineConfig
     from tierkv.layout import Space
     from tierkv.mover.levels import Level
+    from tierkv.workers import Job
 
 __all__ = ["Lifecycle"]
 
@@ -61,6 +62,7 @@ class Lifecycle(Parts):
         self._clock = clock
         self._wall = wall
         self._log_file: LogFile | None = None
+        self._logging: Job[None] | None = None
         self.metrics = MetricsObserver(
             [t.name for t in config.tiers],
             self.snapshot,
@@ -162,8 +164,11 @@ class Lifecycle(Parts):
             self._tuner.tick()
             if self._pinning is not None:
                 self._pinning.begin()
-            if self._log_file is not None:
-                await self.workers.run(self._log_file.flush)
+            if self._log_file is not None and (self._logging is None or self._logging.done()):
+                # by itself, too: its disk may hang as any other
+                self._logging = self.workers.spawn(
+                    self.workers.run, self._log_file.flush, name="log", lane=Lane.BACKGROUND
+                )
 
     async def aclose(self) -> CloseReport:
         """Write what is queued (for at most ``close_timeout``), sync and close. Idempotent.
@@ -215,7 +220,7 @@ class Lifecycle(Parts):
         grace = float(self.config.close_timeout)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.workers.aclose, grace)
-            stack.push_async_callback(self._apart, self._close_files)
+            stack.push_async_callback(self._close_files, grace)
             if list(core.devices):
                 stack.push_async_callback(self._apart, self._close_devices, core)
             for level in levels:
@@ -251,10 +256,18 @@ class Lifecycle(Parts):
         except Exception:  # noqa: BLE001 - closing goes on, whatever one tier does
             _log.exception("%s: tier %s did not close", self.config.name, level.name)
 
-    async def _close_files(self) -> None:
+    async def _close_files(self, grace: float) -> None:
         for thing in (self._server, self._log_file):
-            if thing is not None:
+            if thing is None:
+                continue
+            if not self.workers.running:
                 await self.workers.run(thing.close)
+                continue
+            job = self.workers.spawn(self.workers.run, thing.close, name="close", closing=True)
+            if not await job.ended.outlast(grace):
+                _log.error("%s: %r hangs and is given up", self.config.name, thing)
+                continue
+            await job.wait()
 
     async def __aenter__(self) -> Self:
         return await self.start()

@@ -30,7 +30,8 @@ class Pinning:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._pinned: list[tuple[Device, memoryview]] = []
+        self._pinned: dict[int, tuple[Device, memoryview]] = {}
+        self._number = 0
         self._begun: set[str] = set()
 
     def __repr__(self) -> str:
@@ -39,7 +40,7 @@ class Pinning:
     @property
     def nbytes(self) -> int:
         """Bytes pinned so far."""
-        return sum(len(chunk) for _, chunk in self._pinned)
+        return sum(len(chunk) for _, chunk in self._pinned.values())
 
     def begin(self) -> None:
         """Start a job for every device that has none yet. Cheap; called at every tick."""
@@ -55,9 +56,11 @@ class Pinning:
     async def _pin(self, device: Device) -> None:
         for chunk in self._chunks():
             # noted before it is done: whoever closes meanwhile undoes it, which is idempotent
-            self._pinned.append((device, chunk))
+            self._number += 1
+            number = self._number  # several devices are at it at once
+            self._pinned[number] = device, chunk
             if not await self._core.workers.run(device.pin, chunk):
-                self._pinned.pop()
+                self._pinned.pop(number, None)
                 _log.warning(
                     "%s: host memory cannot be pinned for it (see `ulimit -l`); copies are slower",
                     device.name,
@@ -77,5 +80,5 @@ class Pinning:
     def undo(self) -> None:
         """Unpin everything; blocks, so use a worker thread. After the last copy. Idempotent."""
         while self._pinned:
-            device, chunk = self._pinned.pop()
+            device, chunk = self._pinned.popitem()[1]
             device.unpin(chunk)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierkv.abc import IoStatus, ReadRequest, WriteItem
 from tierkv.blocks import KEY_BYTES, BlockKey, split_part
 from tierkv.decisions.types import EvictReason, FoundPart, SkipReason, StoreItem
-from tierkv.errors import CapacityError, CodecError
+from tierkv.errors import BackendError, CapacityError, CodecError
 from tierkv.frame import decode_header, page_round
 from tierkv.mover.direct import Direct
 from tierkv.mover.onboard import sound, upload
@@ -93,6 +93,8 @@ class _Batch:
             await self._write(placed)
         except CapacityError:
             hopeless = True  # a frame larger than all staging memory can never be encoded anew
+        except BackendError as error:  # a device broke: what a backend raises is a result
+            core.faults.raised(error.tier, "copy", error)
         finally:
             if self._open:
                 core.rollback(self._reservation.id, sorted(self._open), SkipReason.CLOSED)

@@ -9,8 +9,9 @@ from tierkv.abc import IoResult, IoStatus, StoredPart
 from tierkv.chains import stored_chain
 from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.device import Devices
-from tierkv.errors import BackendError, IntegrityError
+from tierkv.errors import IntegrityError
 from tierkv.frame import decode_header
+from tierkv.mover.faults import passes
 from tierkv.mover.traffic import Traffic
 from tierkv.pipeline import Pipeline
 from tierkv.workers import Signal
@@ -100,6 +101,7 @@ class Core(Traffic):
         )
         self.levels = tuple(levels)
         self.staging = staging
+        staging.patience, staging.held_up = timeout, self._any_hangs
         self.wall = wall
         self.verify_host = verify_host
         self.window_bytes = max(min(staging.limit // 4, 2 * SLICE_BYTES), 1)
@@ -117,6 +119,9 @@ class Core(Traffic):
     def closed(self) -> bool:
         """Whether the engine is closed, or being closed."""
         return self.closing.is_set()
+
+    def _any_hangs(self) -> bool:
+        return any(level.stalled.is_set() for level in self.levels)
 
     def pipeline(self, space: Space, level: Level) -> Pipeline:
         """The codec chain of a tier, bound to a space."""
@@ -231,7 +236,6 @@ class Core(Traffic):
         if result.status is IoStatus.SHORT:
             self.damaged(found.part, found.tier, found.generation, "short")
             return EvictReason.DAMAGED
-        passing = isinstance(result.error, BackendError) and result.error.retryable
-        if not passing and not self.closed:
+        if not passes(result.error) and not self.closed:
             self.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
         return EvictReason.FAILED

@@ -14,8 +14,9 @@ from tierkv.blocks import split_part
 from tierkv.errors import CodecError
 from tierkv.frame import decode_header, header_bytes, page_round
 from tierkv.mover.core import stored_part
-from tierkv.mover.onboard import finish, sound
+from tierkv.mover.onboard import sound
 from tierkv.mover.reforming import check_frame
+from tierkv.mover.submitted import absorbed, outlast
 from tierkv.workers import current_lane
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Direct:
     async def _land(self, resident: ResidentBackend, landing: Sequence[_Landed]) -> list[Frame]:
         if not landing:
             return []
-        read = await self._read(landing)
+        read = await self._read(resident.device, landing)
         headers = await self._headers(resident.device, read)
         left, folded = [], []
         for item, header in zip(read, headers, strict=True):
@@ -179,7 +180,10 @@ class Direct:
                 self.arrived.append(item.frame)
         return left
 
-    async def _read(self, landing: Sequence[_Landed]) -> list[_Landed]:
+    async def _read(self, device: Device, landing: Sequence[_Landed]) -> list[_Landed]:
+        # fresh memory may still be used by what the model has queued, and what a medium writes
+        # follows no stream: this event is behind all that
+        await outlast(self._core, [(device, device.stores.record())])
         requests, into = [], []
         for frame, buffer in landing:
             size = page_round(frame.copy.nbytes)
@@ -211,10 +215,8 @@ class Direct:
             head = torch.empty(header_bytes(group), dtype=torch.uint8)
             heads.append(head)
             moves.append(Move(head, buffer.tensor[: len(head)]))
-        try:
+        async with absorbed(self._core, device, device.stores):
             await self._core.workers.run(device.copy, moves, device.stores)
-        finally:
-            await finish(device, device.stores.record())
         return await self._core.workers.run(_decode, [f.copy for f, _ in landed], heads)
 
 

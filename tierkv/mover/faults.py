@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import TYPE_CHECKING
 
 from tierkv.abc import IoStatus
+from tierkv.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierkv.abc import IoResult
 
-__all__ = ["FaultLog"]
+__all__ = ["FaultLog", "passes"]
 
 _log = logging.getLogger("tierkv.mover")
 _EVERY_S = 60.0
+_PASSING = frozenset(
+    {
+        errno.EACCES,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EPERM,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether a failed read tells of this process or moment, and nothing of what was to be read.
+
+    Then the copy stays: on a shared medium others read it well, and would miss it.
+    """
+    if isinstance(error, BackendError):
+        return error.retryable
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 class FaultLog:

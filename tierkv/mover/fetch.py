@@ -58,7 +58,8 @@ class Flight:
 
     Attributes:
         wanted: What is read.
-        number: Greater than that of every flight that was started before.
+        number: Of the batch that it is read with. Batches get their memory in this order, each
+            all of it at once.
         landed: Set when the read is over, well or not.
         checked: Whether the bytes were verified.
         demand: Whether somebody waits for it, so that it is worth reading even without room in
@@ -152,11 +153,13 @@ class Fetcher:
             self.promoted(level, parts, space)
 
     def flying(self, found: FoundPart) -> int:
-        """Number of the flight that reads this very copy; 0 if it is not being read."""
+        """Number of the batch that reads this very copy; 0 if it is not being read."""
         flight = self._flights.get((found.part, found.generation, found.tier))
         return 0 if flight is None else flight.number
 
-    def join(self, wanted: Sequence[Wanted], *, demand: bool = True) -> list[Flight]:
+    def join(
+        self, wanted: Sequence[Wanted], *, demand: bool = True, apart: bool = False
+    ) -> list[Flight]:
         """Join the flight of each part, starting one batch per tier for those not under way.
 
         The caller holds a lease on the parts and must :meth:`Flight.leave` each flight.
@@ -164,6 +167,7 @@ class Fetcher:
         Args:
             wanted: The parts.
             demand: False for a prefetch: what finds no room in the fast tier is then not read.
+            apart: Whether to share no flight: for who must not wait for several batches at once.
 
         Raises:
             ClosedError: if the engine is closed; nothing is then joined.
@@ -171,12 +175,18 @@ class Fetcher:
         joined: list[Flight] = []
         fresh: dict[int, list[Flight]] = {}
         for want in wanted:
-            key = (want.found.part, want.found.generation, want.found.tier)
-            flight = self._flights.get(key)
+            tier = want.found.tier
+            key = (want.found.part, want.found.generation, tier)
+            flight = None if apart else self._flights.get(key)
             if flight is None:
-                self._started += 1
-                flight = self._flights[key] = Flight(want, self._started, demand=demand)
-                fresh.setdefault(want.found.tier, []).append(flight)
+                batch = fresh.setdefault(tier, [])
+                if not batch:
+                    self._started += 1
+                number = batch[0].number if batch else self._started
+                flight = Flight(want, number, demand=demand)
+                if not apart:
+                    self._flights[key] = flight
+                batch.append(flight)
             else:
                 flight.users += 1
                 flight.demand = flight.demand or demand
@@ -208,9 +218,12 @@ class Fetcher:
         try:
             promotion = _Promotion(self, level, flights)
             await asyncio.sleep(0)  # a batch in one go would hold up the loop for milliseconds
-            # what was prefetched and finds no room worth taking is not read
-            wanted = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
-            await self._read(level, wanted, promotion)
+            # what was prefetched and finds no room worth taking is not read: whoever wants it
+            # from now on must not take it for being under way
+            vain = [f for f in flights if not f.demand and promotion.buffer_of(f) is None]
+            self._finish(vain)
+            flights = [f for f in flights if f.demand or promotion.buffer_of(f) is not None]
+            await self._read(level, flights, promotion)
         except TierKVError as error:
             _log.warning(
                 "tier %s: a fetch of %d frames failed: %s", level.name, len(flights), error
@@ -229,6 +242,8 @@ class Fetcher:
         slices = await stage(self._core.staging, sizes)
         for flight, piece in zip(staged, slices, strict=True):
             flight._slice = piece
+        self._finish([f for f in staged if not f.users])  # all who wanted it were cancelled
+        flights = [f for f in flights if f.users or promotion.buffer_of(f) is not None]
         into: list[memoryview] = []
         requests = []
         for flight in flights:

@@ -7,13 +7,16 @@ the checksums, which the device computes, and the header pages, which go the oth
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.abc import Move
 from tierkv.decisions.types import SkipReason
-from tierkv.device import fold_digests
-from tierkv.errors import ClosedError
+from tierkv.device import fold_digests, is_over
+from tierkv.errors import BackendError, ClosedError
 from tierkv.frame import encode_header
+from tierkv.mover.submitted import outlast
 from tierkv.mover.writing import Writing
 from tierkv.views import over
 
@@ -31,7 +34,7 @@ __all__ = [
     "Gather",
     "ResidentWriting",
     "arrived",
-    "outlast",
+    "settled",
     "submit",
     "submit_last",
     "submit_sums",
@@ -133,7 +136,7 @@ def _submit(
 async def arrived(core: Core, gathers: Sequence[Gather]) -> None:
     """Wait for the copies; what a device failed to copy is skipped.
 
-    Cancellation: ends the wait, not the copies; see :func:`outlast`.
+    Cancellation: ends the wait, not the copies; see :func:`settled`.
     """
     for device, event, works, error in gathers:
         failure = error
@@ -148,24 +151,24 @@ async def arrived(core: Core, gathers: Sequence[Gather]) -> None:
                 work.refuse(SkipReason.FAILED)
 
 
-async def outlast(core: Core, gathers: Sequence[Gather]) -> None:
+async def settled(core: Core, gathers: Sequence[Gather]) -> None:
     """Wait until no copy touches anything any more, come what may.
+
+    A device that failed touches nothing: what became of its copies, :func:`arrived` tells.
 
     Cancellation: re-raised once they are done.
     """
-    left = [gather for gather in gathers if not gather.event.query()]
-    if not left:
-        return
-    try:
-        await core.workers.outlast(_wait, left)
-    except ClosedError:  # closed over it: devices finish their work when they are closed
-        for gather in left:
-            gather.event.synchronize()
-
-
-async def _wait(gathers: Sequence[Gather]) -> None:
+    cancelled: asyncio.CancelledError | None = None
     for gather in gathers:
-        await gather.device.wait(gather.event)
+        if is_over(gather.event):
+            continue
+        try:
+            with suppress(BackendError, ClosedError):
+                await outlast(core, [(gather.device, gather.event)])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 class ResidentWriting(Writing):

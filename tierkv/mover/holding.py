@@ -11,7 +11,7 @@ from tierkv.mover.plans import PartOutcome
 from tierkv.workers import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tierkv.abc import IoResult, StoredPart
     from tierkv.blocks import PartId
@@ -109,6 +109,22 @@ class Holding(ABC):
 
     def settle(self, results: Sequence[tuple[int, IoResult]]) -> None:
         """Publish what was written; from the first failure on the rest is given up."""
+        written = [index for index, result in results if result.status is IoStatus.OK]
+        try:
+            self._settle(results)
+        finally:
+            self.forget([i for i in written if not self.outcomes[i].stored])
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Have frames deleted that may be in the tier, and are in no book."""
+        resident = self.level.resident
+        for part in (self._sealed[index] for index in indices):
+            if resident is not None:
+                resident.discard(part.part, part.generation)
+            else:
+                self.level.doomed.append((part.part, part.generation))
+
+    def _settle(self, results: Sequence[tuple[int, IoResult]]) -> None:
         if self._chain_is_broken():
             return
         bad = (n for n, (_, result) in enumerate(results) if result.status is not IoStatus.OK)

@@ -17,10 +17,12 @@ import anyio
 
 from tierkv.abc import IoStatus, ReadRequest
 from tierkv.blocks import split_part
+from tierkv.buffers import Arena
 from tierkv.chains import RAW
 from tierkv.decisions.types import EvictReason
 from tierkv.errors import CodecError, IntegrityError
-from tierkv.frame import PAGE, header_bytes, padded_bytes, page_round, section_table
+from tierkv.fitting import section_table
+from tierkv.frame import PAGE, header_bytes, padded_bytes, page_round
 from tierkv.layout import DTYPE_BYTES
 from tierkv.mover.core import INLINE_BYTES
 from tierkv.pipeline import open_frame
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Buffer, IoResult, View
     from tierkv.blocks import BlockKey
+    from tierkv.buffers import Staging
     from tierkv.decisions.types import FoundPart
     from tierkv.frame import Header
     from tierkv.layout import Space
@@ -136,6 +139,11 @@ class InPlace:
         self.places = places
         self.job = core.workers.spawn(self._run, name="fetch-in-place")
 
+    @property
+    def tier(self) -> str:
+        """Name of the tier."""
+        return self._level.name
+
     async def over(self) -> bool:
         """Wait for the end of the read; False if the tier hangs.
 
@@ -164,7 +172,7 @@ class InPlace:
                 room = self._find()
             else:
                 room = await core.workers.run(self._find)
-            buffer = await core.staging.acquire(max(room, 1))
+            buffer = _memory_for(core.staging, room)
             self._lay_out(buffer.memory)
             results = await core.read(self._level, self._requests, self._into)
             self._sort(results)
@@ -228,6 +236,19 @@ class InPlace:
                 self._core.bytes_copied += sum(s.nbytes for s in place.spots if s.direct is None)
 
 
+def _memory_for(staging: Staging, nbytes: int) -> Buffer:
+    """Staging memory or, where there is none right now, memory of its own.
+
+    Mostly pages of headers. A load waits for one thing at a time: flights get memory in the order
+    in which they were started, and a wait of this kind beside theirs could close a circle.
+    """
+    size = max(nbytes, 1)
+    buffer = staging.acquire_nowait(size) if size <= staging.limit else None
+    buffer = buffer or Arena(page_round(size)).allocate(size)
+    assert buffer is not None
+    return buffer
+
+
 def _rows(place: Place) -> int:
     return len(section_table(place.space, split_part(place.found.part)[1], place.tokens))
 
@@ -271,8 +292,9 @@ def _finish(places: Sequence[Place]) -> list[Place]:
 
 def _verify(place: Place, header: Header) -> None:
     data = [spot.direct if spot.direct is not None else _line(place, spot) for spot in place.spots]
-    for section, digest in zip(header.sections, digests(data, header.folded), strict=True):
-        if digest != section.digest:
+    found = digests(data, header.folded)
+    for section, digest, due in zip(header.sections, found, header.digests, strict=True):
+        if digest != due:
             raise IntegrityError(f"layer {section.layer}, {section.tensor!r} is damaged")
     with place.view.writing():
         for spot, memory in zip(place.spots, data, strict=True):

@@ -55,6 +55,8 @@ class Step:
         flights: Parts that are read as whole frames.
         places: Parts that are read straight into the view.
         held: Parts in the memory of the view's own device.
+        cold: Parts that have to be read.
+        apart: Whether several batches of others read them: then they are read once more.
     """
 
     plan: LoadPlan
@@ -63,6 +65,8 @@ class Step:
     flights: dict[PartId, Flight] = field(default_factory=dict)
     places: dict[PartId, tuple[InPlace, Place]] = field(default_factory=dict)
     held: dict[PartId, Arrived] = field(default_factory=dict)
+    cold: list[FoundPart] = field(default_factory=list)
+    apart: bool = False
 
     @property
     def start(self) -> int:
@@ -171,7 +175,7 @@ class Landing:
             BackendError: if a device fails meanwhile.
         """
         try:
-            await outlast(self.sent)
+            await outlast(self._core, self.sent)
         finally:
             self.sent = []
             rooms, self._rooms = self._rooms, []
@@ -259,7 +263,7 @@ class Landing:
                     numbers = await self._core.workers.run(
                         submit_folds, device, parts, None, self.sent
                     )
-                await outlast(self.sent)
+                await outlast(self._core, self.sent)
             except BackendError:
                 self._broken |= {id(item.step.plan) for _, item in group}
                 continue

@@ -12,11 +12,12 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from tierkv.device import is_over
 from tierkv.device.bits import copy_move
 from tierkv.errors import CapacityError
 from tierkv.mover.batching import Begun, staged_bytes
 from tierkv.mover.core import INLINE_BYTES, SLICE_BYTES
-from tierkv.mover.gathering import outlast, submit, submit_sums
+from tierkv.mover.gathering import settled, submit, submit_sums
 from tierkv.mover.holding import Reserved
 from tierkv.mover.reserving import reserve_once, writing
 from tierkv.mover.slices import SLICE, sliced
@@ -173,7 +174,7 @@ class Layering:
 
     async def _drain(self, limit: int) -> None:
         """Wait until no more than this many bytes are under way."""
-        self._flying = [(g, n) for g, n in self._flying if not g.event.query()]
+        self._flying = [(g, n) for g, n in self._flying if not is_over(g.event)]
         while sum(n for _, n in self._flying) > limit:
             gather = self._flying[0][0]
             # a device that fails is dealt with at the end, where whatever it gathered is skipped
@@ -198,7 +199,7 @@ class Layering:
         Cancellation: re-raised afterwards.
         """
         try:
-            await outlast(self._core, [gather for b in self._begun for gather in b.gathers])
+            await settled(self._core, [gather for b in self._begun for gather in b.gathers])
         finally:
             begun, self._begun = self._begun, []
             for item in begun:

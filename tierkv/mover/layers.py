@@ -217,13 +217,15 @@ class LayerLoad:
                 room, buffer = decoding_room(core.staging, coded)
                 bad = await core.workers.run(self._send, layer, parts, room, sent)
             self._touch(parts, sent)
-            await outlast(sent)
+            await outlast(self._core, sent)
         except BackendError as error:
             raise LoadIncomplete(layer, str(error)) from error
         finally:
             try:
-                with suppress(BackendError):  # the first failure is told, and it is logged
-                    await outlast(sent)
+                with suppress(
+                    BackendError, ClosedError
+                ):  # the first failure is told, and it is logged
+                    await outlast(self._core, sent)
             finally:
                 if buffer is not None:
                     buffer.release()
@@ -249,7 +251,7 @@ class LayerLoad:
             numbers = submit_folds(*call)
         else:
             numbers = await self._core.workers.run(submit_folds, *call)
-        await outlast(sent)
+        await outlast(self._core, sent)
         sent.clear()
         wrong = wrong_folds(held, (layer,), numbers)
         return wrong[0].found if wrong else None

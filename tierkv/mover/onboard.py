@@ -8,16 +8,15 @@ Between the two sums the bus is trusted, as memory is while a frame is encoded.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
-
-import anyio
 
 from tierkv.abc import OK, IoResult, IoStatus, Move
 from tierkv.device import fold_digests
 from tierkv.frame import encode_header
 from tierkv.mover.core import stored_part
+from tierkv.mover.submitted import absorbed, outlast
 from tierkv.views import over
 
 if TYPE_CHECKING:
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierkv.abc import Buffer, Device, DeviceBuffer, Event, ResidentBackend
+    from tierkv.abc import Buffer, Device, DeviceBuffer, ResidentBackend
     from tierkv.frame import Header
     from tierkv.mover.core import Core
 
-__all__ = ["finish", "sound", "upload"]
+__all__ = ["sound", "upload"]
 
 _FULL = IoResult(IoStatus.FULL)
 _MISSING = IoResult(IoStatus.MISSING)
@@ -49,22 +48,20 @@ async def sound(
 ) -> list[bool]:
     """Whether each folded frame in device memory has the checksums that its header says.
 
+    Raises:
+        BackendError: if the device fails.
+        ClosedError: if the engine is closed, and the device hangs.
+
     Cancellation: re-raised once the device is done with them.
     """
     pieces = [tensor[s.offset : s.end] for header, tensor in frames for s in header.sections]
     if not pieces:
         return [True] * len(frames)
-    try:
+    async with absorbed(core, device, device.stores):
         # what stands in for a device computes in the calling thread: not on the loop
         numbers = await core.workers.run(device.folds, pieces, device.stores)
-    finally:
-        await finish(device, device.stores.record())
     digests = iter(fold_digests(numbers))
-    return [
-        # not all() alone: it stops early, and leaves this frame's digests to the next one
-        sum(next(digests) != section.digest for section in header.sections) == 0
-        for header, _ in frames
-    ]
+    return [tuple(islice(digests, len(h.sections))) == h.digests for h, _ in frames]
 
 
 async def upload(
@@ -101,12 +98,10 @@ async def _fill(
     results: list[IoResult],
 ) -> None:
     device = resident.device
-    try:
+    async with absorbed(core, device, device.loads):
         numbers = await core.workers.run(_send, device, items)
-        await finish(device, device.loads.record())
+        await outlast(core, [(device, device.loads.record())])
         sealed = await core.workers.run(_seal, device, items, numbers)
-    finally:
-        await finish(device, device.loads.record())
     for item, header in zip(items, sealed, strict=True):
         if resident.adopt(stored_part(header), header, item.room):
             results[item.number] = OK
@@ -134,30 +129,11 @@ def _seal(device: Device, items: Sequence[_Going], numbers: torch.Tensor) -> lis
     digests = iter(fold_digests(numbers))
     sealed, moves = [], []
     for _, header, _, room in items:
-        sections = tuple(s._replace(digest=next(digests)) for s in header.sections)
-        fresh = replace(header, folded=True, sections=sections)
+        sums = tuple(islice(digests, len(header.sections)))
+        fresh = replace(header, folded=True, digests=sums)
         head = torch.empty(header.payload_offset, dtype=torch.uint8)
         encode_header(fresh, head.numpy().data)
         moves.append(Move(room.tensor[: len(head)], head))
         sealed.append(fresh)
     device.copy(moves, device.loads)
     return sealed
-
-
-async def finish(device: Device, event: Event) -> None:
-    """Wait for submitted work, come what may: until then its memory belongs to the device.
-
-    Cancellation: re-raised once it is done.
-    """
-    try:
-        await device.wait(event)
-    except asyncio.CancelledError as error:
-        cancelled = error
-        # a cancelled scope cancels at every turn of the loop unless a shield stops it
-        with anyio.CancelScope(shield=True):
-            while not event.query():
-                try:
-                    await device.wait(event)
-                except asyncio.CancelledError as again:
-                    cancelled = again  # a native one: no scope may swallow it
-        raise cancelled from None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.abc import ReadRequest
 from tierkv.errors import ClosedError, LayoutError, LoadIncomplete
-from tierkv.frame import ALIGN, PAGE, header_bytes, padded_bytes, page_round, section_table
+from tierkv.fitting import section_table
+from tierkv.frame import ALIGN, PAGE, header_bytes, padded_bytes, page_round
 from tierkv.layout import DTYPE_BYTES
 from tierkv.mover.reforming import longest
 from tierkv.mover.slices import sliced

@@ -90,7 +90,7 @@ def raw_pairs(
     words: dict[str, torch.Tensor] = {}
     length, stop = len(frame), start + header.tokens
     for section in sections:
-        layer, tensor, dtype, shape, _, offset, nbytes, _, _ = section
+        layer, tensor, dtype, shape, _, offset, nbytes, _ = section
         low, size = offset - base, DTYPE_BYTES[dtype]
         if low < 0 or low + nbytes > length:
             raise IntegrityError(f"layer {layer}, {tensor!r} is not inside the {length} bytes")

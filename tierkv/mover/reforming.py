@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierkv.blocks import split_part
-from tierkv.frame import check_identity, check_layout, decode_header
+from tierkv.fitting import check_identity, check_layout
+from tierkv.frame import decode_header
 from tierkv.mover.core import stored_part
 from tierkv.mover.sealing import reseal
 from tierkv.pipeline import verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierkv.buffers import StagingHeldError
 from tierkv.chains import RAW
 from tierkv.decisions.types import SkipReason, StoreItem
 from tierkv.errors import CapacityError
@@ -131,9 +132,10 @@ async def allocate(core: Core, works: Sequence[Writing], *, wait: bool) -> bool:
             if found is None:
                 return False
             slices = found
-    except CapacityError:
+    except CapacityError as error:
+        held = isinstance(error, StagingHeldError)
         for work in {id(work): work for work, _, _ in wanted}.values():
-            work.refuse(SkipReason.TOO_LARGE)
+            work.refuse(SkipReason.BACKPRESSURE if held else SkipReason.TOO_LARGE)
         return True
     for (work, index, _), piece in zip(wanted, slices, strict=True):
         work.take(index, piece)

@@ -9,13 +9,15 @@ it waits for its event (:mod:`tierkv.mover.submitted`) before the frames' memory
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.abc import Move
 from tierkv.chains import RAW
 from tierkv.device import fold_digests
 from tierkv.errors import CodecError, IntegrityError
-from tierkv.frame import check_identity, check_layout, padded_bytes
+from tierkv.fitting import check_identity, check_layout
+from tierkv.frame import padded_bytes
 from tierkv.mover.rawcopies import copy_pairs, raw_pairs
 from tierkv.mover.submitted import submitting
 from tierkv.pipeline import deliver, open_frame, verify
@@ -202,10 +204,13 @@ def wrong_folds(
     wrong = []
     for part in parts:
         assert part.resident is not None
-        sections = _sections(part.resident.header, layers)
-        # all() would stop early and leave the digests of one part to the next
-        same = [next(digests) == section.digest for section in sections]
-        if not all(same):
+        header = part.resident.header
+        due = [
+            digest
+            for section, digest in zip(header.sections, header.digests, strict=True)
+            if layers is None or section.layer in layers
+        ]
+        if list(islice(digests, len(due))) != due:
             wrong.append(part)
     return wrong
 
@@ -266,12 +271,16 @@ def verify_and_write(part: Arrived, view: View) -> bool:
     header, copies = part.header, part.copies
     if header is None or part.checked or copies is None:
         return False
-    sections = [section for section in header.sections if section.nbytes]
+    sections = [
+        (section, digest)
+        for section, digest in zip(header.sections, header.digests, strict=True)
+        if section.nbytes
+    ]
     memory, base = part.memory, part.base
     with view.writing():
-        for section, pairs in zip(sections, copies, strict=True):
+        for (section, digest), pairs in zip(sections, copies, strict=True):
             stored = memory[section.offset - base : section.end - base]
-            if digests([stored], header.folded) != [section.digest]:
+            if digests([stored], header.folded) != [digest]:
                 raise IntegrityError(f"layer {section.layer}, {section.tensor!r} is damaged")
             copy_pairs(pairs)
     part.checked = part.written = True

@@ -31,9 +31,6 @@ def reseal(header: Header, frame: memoryview, *, folded: bool) -> Header:
     if header.folded == folded:
         return header
     fresh = digests([frame[s.offset : s.end] for s in header.sections], folded)
-    sections = zip(header.sections, fresh, strict=True)
-    sealed = replace(
-        header, folded=folded, sections=tuple(s._replace(digest=digest) for s, digest in sections)
-    )
+    sealed = replace(header, folded=folded, digests=tuple(fresh))
     encode_header(sealed, frame)
     return sealed

@@ -19,7 +19,7 @@ from tierkv.errors import ClosedError
 from tierkv.mover.batching import Begun, Passage, Run, batch_bytes, batches
 from tierkv.mover.core import INLINE_BYTES
 from tierkv.mover.frames import HostWriting
-from tierkv.mover.gathering import arrived, outlast, submit, submit_last
+from tierkv.mover.gathering import arrived, settled, submit, submit_last
 from tierkv.mover.plans import PartOutcome
 from tierkv.mover.reserving import allocate, reserve
 from tierkv.mover.writing import write_and_publish
@@ -142,7 +142,7 @@ class _Flow:
         """Roll back what was only gathered, once no copy touches it. What is written goes on."""
         left, self._gathered = self._gathered, deque()
         try:
-            await outlast(self._core, [gather for passage in left for gather in passage.gathers])
+            await settled(self._core, [gather for passage in left for gather in passage.gathers])
         finally:
             for work in (work for passage in left for work in passage.writings):
                 if not work.handed_over:

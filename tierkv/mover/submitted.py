@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import anyio
-
-from tierkv.errors import BackendError, LayoutError
+from tierkv.device import is_over
+from tierkv.device import outlast as wait_out
+from tierkv.errors import BackendError, ClosedError, LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from tierkv.abc import Device, Event
+    from tierkv.abc import Device, Event, Stream
+    from tierkv.errors import TierKVError
+    from tierkv.mover.core import Core
 
-__all__ = ["Sent", "outlast", "submitting"]
+__all__ = ["Sent", "absorbed", "outlast", "submitting"]
 
 _log = logging.getLogger("tierkv.mover")
+
+_kept: list[object] = []  # what a device that hangs may touch at any time is never freed
 
 Sent = tuple["Device", "Event"]
 """Work submitted to a device: done with the event."""
@@ -32,50 +36,63 @@ def submitting(device: Device, sent: list[Sent]) -> Iterator[None]:
     except LayoutError:
         raise
     except Exception as error:
-        _log.exception("device %s refused a load's work", device.name)
+        _log.warning("device %s refused a load's work: %r", device.name, error)
+        if isinstance(error, BackendError):
+            raise  # it says what and where already
         raise BackendError(device.name, f"cannot take work: {error!r}") from error
     finally:
         sent.append((device, device.loads.record()))
 
 
-async def outlast(sent: Sequence[Sent]) -> None:
+async def outlast(core: Core, sent: Sequence[Sent]) -> None:
     """Wait until submitted work is done, come what may: until then the memory is not ours.
 
     Raises:
         BackendError: if a device fails meanwhile.
+        ClosedError: if the engine was closed and has waited long enough: the device hangs.
 
-    Cancellation: re-raised once everything is done.
+    Cancellation: re-raised once everything is done, or given up.
     """
     cancelled: asyncio.CancelledError | None = None
-    failed: BackendError | None = None
-    for device, event in _pending(sent):
+    failed: TierKVError | None = None
+    for device, event in sent:
         try:
-            try:
-                await device.wait(event)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                # a cancelled scope cancels at every turn of the loop unless a shield stops it
-                with anyio.CancelScope(shield=True):
-                    while not event.query():
-                        try:
-                            await device.wait(event)
-                        except asyncio.CancelledError as again:
-                            cancelled = again  # a native one: no scope may swallow it
-        except Exception as error:  # noqa: BLE001 - a third-party device may raise anything
-            _log.exception("device %s failed during a load", device.name)
-            failed = BackendError(device.name, f"failed during a load: {error!r}")
-            failed.__cause__ = error
+            if not _is_done(event) and not await wait_out(
+                device, event, lambda: core.workers.gave_up
+            ):
+                failed = ClosedError(f"the engine was closed, and device {device.name!r} hangs")
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BackendError as error:
+            _log.warning("device %s failed: %s", device.name, error)
+            failed = error
+        if core.workers.gave_up and not is_over(event):
+            _kept.append((core, device))
     if cancelled is not None:
         raise cancelled
     if failed is not None:
         raise failed
 
 
-def _pending(sent: Sequence[Sent]) -> Iterator[Sent]:
-    for device, event in sent:
-        try:
-            done = event.query()
-        except Exception:  # noqa: BLE001 - the wait tells it
-            done = False
-        if not done:
-            yield device, event
+def _is_done(event: Event) -> bool:
+    try:
+        return event.query()
+    except Exception:  # noqa: BLE001 - the wait tells it
+        return False
+
+
+@asynccontextmanager
+async def absorbed(core: Core, device: Device, stream: Stream) -> AsyncIterator[None]:
+    """Outlast whatever the body submits to a stream, also if the body fails or is cancelled.
+
+    Raises:
+        BackendError: if the device fails. What the body raised itself comes first.
+        ClosedError: if the engine was closed, and the device hangs.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(BackendError, ClosedError):
+            await outlast(core, [(device, stream.record())])
+        raise
+    await outlast(core, [(device, stream.record())])

@@ -158,7 +158,12 @@ async def write_and_publish(
     try:
         chains = [(work, work.items()) for work in works]
         items = [item for _, mine in chains for _, item in mine]
-        results = iter(await core.write(level, items) if items else [])
+        try:
+            results = iter(await core.write(level, items) if items else [])
+        except BaseException:  # cut short: some may be there nevertheless
+            for work, mine in chains:
+                work.forget(index for index, _ in mine)
+            raise
         if before is not None:
             await before.wait()
         for work, mine in chains:

@@ -11,7 +11,7 @@ from tierkv.chains import RAW, chain_name, parse_chain, stored_chain
 from tierkv.errors import CodecError
 from tierkv.frame import Header, Section, encode_header, padded_bytes
 from tierkv.pipeline.planning import Encoded, PartLabel, Plan, Step, Stored, make_plan
-from tierkv.pipeline.raw import check_room, fill_section, raw_sections, section_memory
+from tierkv.pipeline.raw import check_room, fill_section, section_memory
 from tierkv.sections import (
     DECODED,
     GATHERED,
@@ -156,7 +156,7 @@ class Pipeline:
     def header(self, label: PartLabel, found: Sequence[bytes], *, folded: bool) -> Header:
         """Header of a raw frame whose sections have these checksums."""
         plan = self._plan(split_part(label.part)[1], label.tokens)
-        return self._header(label, plan, raw_sections(plan, found), plan.max_bytes, folded=folded)
+        return self._header(label, plan, plan.raw, found, plan.max_bytes, folded=folded)
 
     def seal(self, label: PartLabel, out: memoryview, *, folded: bool = False) -> Encoded:
         """Make a frame of raw sections that are in place in ``out`` (see :meth:`moves`)."""
@@ -195,8 +195,9 @@ class Pipeline:
         *,
         folded: bool,
     ) -> Encoded:
-        sections = raw_sections(plan, found)
-        encode_header(self._header(label, plan, sections, plan.max_bytes, folded=folded), out)
+        encode_header(
+            self._header(label, plan, plan.raw, found, plan.max_bytes, folded=folded), out
+        )
         return Encoded(plan.max_bytes, plan.raw_bytes, True, 0)
 
     def transcode(self, header: Header, frame: memoryview, out: memoryview) -> Encoded:
@@ -244,17 +245,18 @@ class Pipeline:
         folded: bool = False,
     ) -> Encoded:
         check_room(plan, out)
-        offset, rows, refused, lossless = plan.payload_offset, [], 0, True
+        offset, refused, lossless = plan.payload_offset, 0, True
+        rows: list[Section] = []
+        found: list[bytes] = []
         for index, step in enumerate(plan.steps):
             stored = store(index, out[offset : offset + step.raw_bytes])
             end = offset + padded_bytes(stored.nbytes)
             out[offset + stored.nbytes : end] = bytes(end - offset - stored.nbytes)
-            (digest,) = digests([out[offset:end]], folded)
-            row = (*step[:4], stored.chain, offset, stored.nbytes, step.raw_bytes, digest)
-            rows.append(Section(*row))
+            found += digests([out[offset:end]], folded)
+            rows.append(Section(*step[:4], stored.chain, offset, stored.nbytes, step.raw_bytes))
             refused, lossless = refused + stored.refused, lossless and stored.lossless
             offset = end
-        encode_header(self._header(label, plan, tuple(rows), offset, folded=folded), out)
+        encode_header(self._header(label, plan, tuple(rows), found, offset, folded=folded), out)
         return Encoded(offset, plan.raw_bytes, lossless, refused)
 
     def _header(
@@ -262,6 +264,7 @@ class Pipeline:
         label: PartLabel | Header,
         plan: Plan,
         sections: tuple[Section, ...],
+        found: Sequence[bytes],
         nbytes: int,
         *,
         folded: bool,
@@ -280,6 +283,7 @@ class Pipeline:
             frame_bytes=nbytes,
             payload_offset=plan.payload_offset,
             sections=sections,
+            digests=tuple(found),
             per_token=plan.per_token,
             folded=folded,
         )

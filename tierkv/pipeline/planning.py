@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierkv.chains import RAW
 from tierkv.errors import LayoutError
-from tierkv.frame import header_bytes, padded_bytes
+from tierkv.frame import Section, header_bytes, padded_bytes
 from tierkv.layout import GroupKind
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Plan(NamedTuple):
     per_token: bool
     raw_bytes: int
     layers: dict[int, slice]  # numbers of the steps of each model layer
+    raw: tuple[Section, ...]  # the section table of a raw frame
 
     def numbers(self, layer: int | None) -> range:
         """Numbers of the steps of one model layer; None: of all."""
@@ -109,6 +111,7 @@ def make_plan(space: Space, chain: Chain, group: int, tokens: int) -> Plan:
     # the error of a recurrent state would feed every later step: states stay lossless
     packable = spec.kind is not GroupKind.STATE or chain.lossless
     steps: list[Step] = []
+    table: list[Section] = []
     offsets, layers, nbytes = [], {}, header_bytes(spec)
     for layer in spec.layers:
         layers[layer.index] = slice(len(steps), len(steps) + len(layer.tensors))
@@ -122,7 +125,8 @@ def make_plan(space: Space, chain: Chain, group: int, tokens: int) -> Plan:
                     packed = None
             steps.append(Step(layer.index, t.name, t.dtype, shape, raw, packed))
             offsets.append(nbytes)
+            table.append(Section(layer.index, t.name, t.dtype, shape, RAW, nbytes, raw, raw))
             nbytes += padded_bytes(raw)
     total = sum(step.raw_bytes for step in steps)
     places = (tuple(steps), tuple(offsets), header_bytes(spec), nbytes)
-    return Plan(*places, spec.per_token, total, layers)
+    return Plan(*places, spec.per_token, total, layers, tuple(table))

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from tierkv.chains import RAW
 from tierkv.errors import CapacityError
-from tierkv.frame import Section, checksum, padded_bytes
+from tierkv.frame import checksum, padded_bytes
 from tierkv.sections import bits_over, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tierkv.pipeline.planning import Plan, Step
     from tierkv.sections import Pieces
 
-__all__ = ["check_room", "fill_section", "raw_sections", "section_memory"]
+__all__ = ["check_room", "fill_section", "section_memory"]
 
 _TILE = 256 * 1024
 """Bytes copied and then summed at once: the checksum reads what is in the L2 cache still. On a core
@@ -40,14 +37,6 @@ def section_memory(plan: Plan, out: memoryview) -> list[memoryview]:
     """Memory of each section of a frame, padding included."""
     sizes = (padded_bytes(step.raw_bytes) for step in plan.steps)
     return [out[at : at + size] for at, size in zip(plan.offsets, sizes, strict=True)]
-
-
-def raw_sections(plan: Plan, found: Sequence[bytes]) -> tuple[Section, ...]:
-    """The section table of a frame whose sections have these checksums."""
-    return tuple(
-        Section(*step[:4], RAW, at, step.raw_bytes, step.raw_bytes, digest)
-        for step, at, digest in zip(plan.steps, plan.offsets, found, strict=True)
-    )
 
 
 def fill_section(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING, Self
 
 from tierkv.errors import ClosedError, ConfigError, SessionBusyError
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from tierkv.session.table import Runtime, SessionState, SessionTable
 
 __all__ = ["Handle", "check_fidelity"]
+
+_MOST = 1e15  # more tokens or seconds than that were never computed
 
 
 def check_fidelity(fidelity: str) -> str:
@@ -154,7 +155,7 @@ class Handle:
         """
         for name, value in (("tokens", tokens), ("seconds", seconds)):
             number: object = value
-            if not isinstance(number, int | float) or not 0 < number < inf:
+            if not isinstance(number, int | float) or not 0 < number <= _MOST:
                 raise ConfigError(
                     f"computed(): {name} must be a positive number, not {value!r:.40}"
                 )

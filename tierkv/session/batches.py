@@ -94,6 +94,9 @@ async def load_many(
     pairs = _checked(requests, 2, "load_many takes pairs (match, view)")
     for match, _ in pairs:
         _of(Match, match, "an open match")
+    if until is not None:
+        for match, _ in pairs:
+            await match.weigh(until)
     plans = [match.plan(into) for match, into in pairs]
     await load(core, runtime.fetcher, plans, until)
     results = []

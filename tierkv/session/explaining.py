@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tierkv.blocks import part_id
+from tierkv.blocks import part_id, split_part
 from tierkv.decisions.cost import profile
 from tierkv.decisions.types import Found, FoundPart, MissReason
 from tierkv.layout import GroupKind
+from tierkv.mover.slices import sliced
+from tierkv.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.blocks import BlockKey, PartId
+    from tierkv.blocks import BlockKey, KeyChain, PartId
     from tierkv.decisions.types import PartState
     from tierkv.layout import Group, Space
     from tierkv.mover.core import Core
+    from tierkv.mover.levels import Level
     from tierkv.session.table import SessionState
 
-__all__ = ["BlockReport", "explain"]
+__all__ = ["BlockReport", "explain", "explain_in_slices"]
+
+_TELLING: Final = 64 << 10  # raw bytes from which on a chain that pays saves whole pages for sure
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,8 @@ class BlockReport:
         start_token: Its first token.
         end_token: One past its last token.
         tier: Fastest tier in which a prefix load would find it, or None.
-        chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``; ``"raw or planes"`` where
-            it is on a medium whose codec is ``"auto"``.
+        chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``; where the codec is
+            ``"auto"`` and the size of a small frame on a medium does not tell, ``"raw or planes"``.
         exact: Whether its KV is exact.
         reason: Why it would not be loaded; None if it would.
         about: Tier that the reason is about, if it is about one.
@@ -74,6 +79,29 @@ def explain(
     if token_ids is not None:
         chain = chain.fork()
         chain.follow(token_ids)
+    reader = _Reader(core, session.space, lossy=lossy)
+    spans = _spans(session, chain)
+    return reader.weighed([reader.report(index, span) for index, span in enumerate(spans)])
+
+
+async def explain_in_slices(
+    core: Core, session: SessionState, token_ids: Sequence[int] | None, *, lossy: bool
+) -> list[BlockReport]:
+    """As :func:`explain`, but the loop goes on meanwhile: for prompts of thousands of blocks.
+
+    What changes meanwhile may show for some blocks and not for others.
+    """
+    chain = session.chain.fork()
+    if token_ids is not None:
+        await core.workers.run(chain.follow, token_ids)
+    reader = _Reader(core, session.space, lossy=lossy)
+    reports: list[BlockReport] = []
+    async for span in sliced(_spans(session, chain)):
+        reports.append(reader.report(len(reports), span))
+    return reader.weighed(reports)
+
+
+def _spans(session: SessionState, chain: KeyChain) -> list[_Span]:
     size = session.space.block_tokens
     spans = [_Span(key, index * size, (index + 1) * size) for index, key in enumerate(chain.keys)]
     done = len(chain.keys) * size
@@ -82,9 +110,7 @@ def explain(
         ours = tail is not None and tail.tokens == chain.tokens[done:].tobytes()
         key = tail.key if tail is not None and ours else None
         spans.append(_Span(key, done, len(chain.tokens)))
-    reader = _Reader(core, session.space, lossy=lossy)
-    reports = [reader.report(index, span) for index, span in enumerate(spans)]
-    return reader.weighed(reports)
+    return spans
 
 
 class _Reader:
@@ -131,7 +157,8 @@ class _Reader:
             level = core.levels[usable[0][0]]
             chain = core.chain_of(level, part, state.generation)
             if chain is None and level.candidate is not None:
-                chain = f"raw or {level.candidate}"  # only the frame itself knows
+                tokens, nbytes = span.end - span.start, usable[0][1]
+                chain = self._by_size(level, split_part(part)[1], tokens, nbytes)
             return BlockReport(*where, level.name, chain or level.chain, state.exact, None)
         broken = self._usable(state, readable=False)
         if broken:
@@ -142,6 +169,13 @@ class _Reader:
         why = MissReason.FIDELITY if state.tiers else state.reason
         about = core.levels[state.tier].name if state.tier is not None else None
         return BlockReport(*where, None, None, state.exact, why, about, state.ago)
+
+    def _by_size(self, level: Level, group: int, tokens: int, nbytes: int) -> str:
+        """Chain of a frame that cannot be looked at: raw ones are all of one size."""
+        raw = Pipeline(self._space, "raw").max_bytes(group, tokens)
+        if nbytes != level.backend.charge(raw):
+            return str(level.candidate)
+        return "raw" if raw >= _TELLING else f"raw or {level.candidate}"
 
     def _usable(self, state: PartState, *, readable: bool = True) -> list[tuple[int, int]]:
         """Tiers whose copy would do, and its bytes there."""

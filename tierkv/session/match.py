@@ -119,7 +119,7 @@ class Match:
             self._keys, tokens = with_tail(session, chain)
             self._take(await find(core, make_query(session, self._keys, tokens)))
             if core.decisions.costs.speed(session.space.fingerprint):
-                await self._weigh()
+                await self.weigh()
             session.check_open()  # another task may have left it meanwhile
         except BaseException:
             self._release()
@@ -171,9 +171,15 @@ class Match:
             each.release()
         self._also.clear()
 
-    async def _weigh(self, until: float | None = None) -> None:
-        """Find out how much of the prefix is worth loading, and fits the time."""
+    async def weigh(self, until: float | None = None) -> None:
+        """Find out how much of the prefix is worth loading, and fits the time.
+
+        Args:
+            until: Deadline on the core's clock, or None.
+        """
         core, space = self._session.runtime.core, self._session.space
+        if self._lease is None:
+            return  # not open: whoever loads is told
         if not self._runs:
             self._runs = await outline(core, space, self._found)
         if not self._runs or self._lease is None:
@@ -272,8 +278,8 @@ class Match:
         core = self._session.runtime.core
         start = core.clock()
         until = None if deadline is None else start + parse_duration(deadline)
-        if until is not None and self._open:
-            await self._weigh(until)
+        if until is not None:
+            await self.weigh(until)
         plan = self.plan(into)
         await load(core, self._session.runtime.fetcher, [plan], until)
         plan = await self.replan(plan, until)

@@ -159,7 +159,10 @@ def get_nowait(session: Handle, block: int, group: int = 0) -> Held | None:
     found = core.decisions.hold_part(part, core.clock())
     if found is None:
         return None
-    if core.levels[found[1]].memory is None:
+    if core.levels[found[1]].memory is None:  # there may be another copy behind a device's
         core.free(core.decisions.release(found[0], core.clock()))
-        return None
+        near = sum(1 << level.index for level in core.levels if level.memory is not None)
+        found = core.decisions.hold_part(part, core.clock(), tiers=near)
+        if found is None:
+            return None
     return Held(core, state, part, found)

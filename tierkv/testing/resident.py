@@ -60,7 +60,8 @@ def framed(number: int, payload: int = 8192, generation: int = 1) -> FramedPart:
         expires=None,
         frame_bytes=stored.nbytes,
         payload_offset=PAGE,
-        sections=(Section(0, "k", "uint8", shape, "raw", PAGE, payload, payload, checksum(body)),),
+        sections=(Section(0, "k", "uint8", shape, "raw", PAGE, payload, payload),),
+        digests=(checksum(body),),
     )
     data = bytearray(PAGE) + body
     encode_header(header, memoryview(data))

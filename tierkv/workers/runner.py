@@ -87,6 +87,8 @@ class Workers:
     Attributes:
         tasks_spawned: Jobs started so far.
         thread_hops: Calls handed to a worker thread so far.
+        gave_up: Whether closing has waited long enough for what was under way: nobody has to
+            believe any more that it will ever end.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Workers:
         self.name = name
         self.tasks_spawned = 0
         self.thread_hops = 0
+        self.gave_up = False
         self._threads = threads
         self._on_restart = on_restart
         self._pools: dict[Lane, Pool] = {}
@@ -199,6 +202,7 @@ class Workers:
         await self._quiet.outlast(_GIVE_UP_S)
 
     def _give_up(self) -> None:
+        self.gave_up = True
         for signal in list(self._waiting):
             signal.set()
 
@@ -219,6 +223,7 @@ class Workers:
                     self._give_up()  # what closes things hangs, too
                     await self._gone.outlast(_GIVE_UP_S)
             finally:
+                self.gave_up = True
                 _shut([*self._pools.values(), self._long])
 
     # ------------------------------------------------------------------ jobs

@@ -133,7 +133,10 @@ class DeviceBackend(ResidentBackend):
             name = "cuda:0" if torch.cuda.is_available() else "cpu"
             why = "torch sees a GPU" if name != "cpu" else "no GPU here: RAM stands in for one"
             _log.info("tier %r: device %s (%s)", self.name, name, why)
-        found: Device = resolve("devices", name.partition(":")[0])(name)
+        try:
+            found: Device = resolve("devices", name.partition(":")[0])(name)
+        except BackendError as error:  # it names the device, which is no tier
+            raise BackendError(self.name, f"device {name!r}: {error}") from error
         self._own = found
         return found, found.available()
 

@@ -56,7 +56,8 @@ class FileBackend(Backend):
     until one of them opens it again and deletes what exceeds its own capacity.
 
     All I/O goes through aiofiles and the page cache (no O_DIRECT), on threads of its own. One batch
-    takes as many hops as there are threads at most, and one more if it replaces files.
+    takes as many hops as there are threads at most, one more if it replaces files, and one more for
+    each time that it lets another batch go first.
 
     Args:
         tier: Settings; ``path`` is required.

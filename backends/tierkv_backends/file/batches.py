@@ -44,7 +44,8 @@ class Batches:
             course = Course(self._store.pool)
             try:
                 call = (read_files, self._store.files, self._store.naming, todo, course)
-                await strand.call(*call, stop=course.stop)
+                while await strand.call(*call, stop=course.stop):
+                    pass
             finally:
                 for job, error in course.read:
                     results[job.item] = self._ended(job, error)
@@ -76,7 +77,9 @@ class Batches:
         async def lane(_: int, strand: Strand) -> None:
             course = Course(self._store.pool)
             try:
-                await strand.call(write_files, self._store.files, todo, course, stop=course.stop)
+                call = (write_files, self._store.files, todo, course)
+                while await strand.call(*call, stop=course.stop):
+                    pass
             finally:
                 self._store.catalog.measured(course.directories)
                 for job, ended in course.written:

@@ -54,11 +54,17 @@ class Pool:
         self._lock = threading.Lock()
         self._last: Callable[[], object] | None = None
 
+    @property
+    def crowded(self) -> bool:
+        """Whether calls wait for a thread."""
+        return self._active > self.size
+
     def submit(self, fn: Callable[..., _T], *args: Any) -> Future[_T]:
         """Run a call in a thread; the future cannot be cancelled.
 
         Raises:
             ClosedError: after :meth:`close`.
+            RuntimeError: if the system gives no thread, not even one.
         """
         work: Future[_T] = Future()
         work.set_running_or_notify_cancel()
@@ -71,10 +77,22 @@ class Pool:
             more = number < min(self._active, self.size)
             self._threads += more
         if more:
-            name = f"{self._name}_{number}"
-            threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+            self._start(f"{self._name}_{number}", work)
         self._queue.put(functools.partial(self._run, work, fn, args))
         return work
+
+    def _start(self, name: str, work: Future[Any]) -> None:
+        thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads -= 1
+                if self._threads:  # another one will take it up
+                    return
+                self._pending.discard(work)
+                self._active -= 1
+            raise
 
     def close(self, last: Callable[[], object]) -> None:
         """Take no more calls; whoever still waits for one gets ClosedError. Idempotent.

@@ -1,13 +1,16 @@
 """What one call of a worker thread does: it reads or writes file after file until none is left.
 
 A call costs the loop more than a small file costs the thread, so that the threads of a batch share
-a list of jobs. Whoever is cancelled tells them to stop, and waits for the file in hand.
+a list of jobs. Whoever is cancelled tells them to stop, and waits for the file in hand. Where other
+calls wait for a thread, one that has worked for a while stands aside after the file in hand: a read
+must not wait for the end of a batch of writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv_backends.file.files import StoppedError
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from tierkv_backends.file.strand import Pool
 
 __all__ = ["Course", "ReadJob", "WriteJob", "read_files", "write_files"]
+
+_WHILE_S: Final = 2e-3
 
 
 class ReadJob(NamedTuple):
@@ -83,6 +88,11 @@ class Course:
         self.directories: dict[str, int] = {}
         self._pool = pool
         self._stop = False
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """Begin a call of the thread."""
+        self._until = time.monotonic() + _WHILE_S
 
     def stop(self) -> None:
         """Start no other file, and finish the one in hand only if it is in its place already."""
@@ -92,24 +102,37 @@ class Course:
         """Whether nobody wants the rest: the caller was cancelled, or the tier given up."""
         return self._stop or self._pool.closed
 
+    def stands_aside(self) -> bool:
+        """Whether this call has lasted for a while, and others wait for a thread."""
+        return self._pool.crowded and time.monotonic() > self._until
 
-def read_files(files: Files, naming: Naming, jobs: Iterator[ReadJob], course: Course) -> None:
-    """Take job after job; several threads may share ``jobs``. Blocks."""
+
+def read_files(files: Files, naming: Naming, jobs: Iterator[ReadJob], course: Course) -> bool:
+    """Take job after job; several threads may share ``jobs``. Blocks.
+
+    Returns:
+        Whether to call again for more.
+    """
+    course.begin()
     for job in jobs:
         item = job.entry
         path = naming.path(job.part, item.generation, item.nonce)
         try:
             files.read(path, item.size, job.offset, job.target, course.stopped)
         except StoppedError:
-            return
+            return False
         except OSError as error:
             course.read.append((job, error))
         else:
             course.read.append((job, None))
+        if course.stands_aside():
+            return True
+    return False
 
 
-def write_files(files: Files, jobs: Iterator[WriteJob], course: Course) -> None:
-    """Take job after job; several threads may share ``jobs``. Blocks."""
+def write_files(files: Files, jobs: Iterator[WriteJob], course: Course) -> bool:
+    """As :func:`read_files`."""
+    course.begin()
     for job in jobs:
         try:
             disk, directories = files.write(job.temporary, job.path, job.views, course.stopped)
@@ -117,8 +140,11 @@ def write_files(files: Files, jobs: Iterator[WriteJob], course: Course) -> None:
             with contextlib.suppress(OSError):  # its directories may be new
                 course.directories.update(files.measure(job.temporary))
             if isinstance(error, StoppedError):
-                return
+                return False
             course.written.append((job, error))
         else:
             course.directories.update(directories)
             course.written.append((job, disk))
+        if course.stands_aside():
+            return True
+    return False

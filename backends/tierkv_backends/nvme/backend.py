@@ -228,10 +228,11 @@ class NvmeBackend(Backend):
         except ClosedError:  # the threads are gone already
             _finish(self.name, store, devices)
         finally:
-            if devices is not None and devices.reaper.in_flight:
-                devices.reaper.give_up()
+            close = partial(hops.afterwards, partial(_close, store, devices))
+            if devices is not None:
+                devices.reaper.give_up(close)
             else:
-                hops.afterwards(partial(_close, store, devices))
+                close()
 
     def charge(self, nbytes: int) -> int:
         """Bytes that a frame takes: whole 4 KiB pages."""

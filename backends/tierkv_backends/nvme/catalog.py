@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import threading
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.abc import OK, IoResult, IoStatus
 from tierkv.errors import BackendError
 from tierkv.extents import Extent
 from tierkv_backends.nvme import records
+from tierkv_backends.nvme.segments import number_of
 from tierkv_backends.nvme.space import merge
 from tierkv_backends.nvme.transfer import PAGE
 from tierkv_backends.results import MISSING, failure
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Catalog", "Draft"]
 
 _log = logging.getLogger("tierkv.nvme")
-_SEGMENT: Final = re.compile(r"segment-\d+")
 
 
 class Draft(NamedTuple):
@@ -254,7 +253,7 @@ class Catalog:
         with self._disk_lock:
             blocks = os.fstat(self._root).st_blocks
             for name in os.listdir(self._root):
-                if _SEGMENT.fullmatch(name) is None:
+                if number_of(name) is None:
                     with contextlib.suppress(FileNotFoundError):  # a checkpoint removes journals
                         info = os.stat(name, dir_fd=self._root, follow_symlinks=False)
                         blocks += info.st_blocks

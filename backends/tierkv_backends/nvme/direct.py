@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from tierkv.abc import OK, DirectIo, IoResult, IoStatus, Move
+from tierkv.errors import ClosedError
 from tierkv_backends.device.copies import outlast
+from tierkv_backends.device.pool import keep_for_ever
 from tierkv_backends.nvme.gds import DeviceArray
 from tierkv_backends.nvme.reaper import Flight, Reaper, Ticket
 from tierkv_backends.nvme.transfer import PAGE
@@ -167,7 +169,7 @@ class DeviceIo(DirectIo):
         job = WriteJob(len(items))
         try:
             with hops.busy():
-                await self._clear_padding(items)
+                await self._clear_padding(items, hops)
                 await self._begin(store, hops, items, job)
                 if job.drafts:
                     await self._write(store, hops, items, job)
@@ -275,7 +277,9 @@ class DeviceIo(DirectIo):
                 done += size
         return parts
 
-    async def _clear_padding(self, items: Sequence[tuple[StoredPart, torch.Tensor]]) -> None:
+    async def _clear_padding(
+        self, items: Sequence[tuple[StoredPart, torch.Tensor]], hops: Hops
+    ) -> None:
         moves = []
         for stored, tensor in items:
             padding = tensor[stored.nbytes : page_bytes(stored.nbytes)]
@@ -285,7 +289,9 @@ class DeviceIo(DirectIo):
             return
         stream = self._device.stores
         self._device.copy(moves, stream)
-        await outlast(self._device, stream.record())
+        if not await outlast(self._device, stream.record(), lambda: hops.given_up):
+            keep_for_ever(moves)
+            raise ClosedError("the tier was closed over a copy that hangs on the device")
 
 
 def _refuse_others(tensors: Sequence[torch.Tensor]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTALL", "DeviceArray", "Kvikio", "Unavailable", "load"]
 
-INSTALL: Final = "pip install 'tierkv-engine[gds]'"
+INSTALL: Final = "pip install --no-deps kvikio-cu12 and the wheels that README names"
 _THREADS: Final = 4
 _PROBE: Final = "probe"
 _PROBE_S: Final = 10.0

@@ -89,6 +89,7 @@ class Reaper:
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._last: Callable[[], object] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -105,20 +106,28 @@ class Reaper:
         ticket.submitted = True
         self._queue.put(ticket)
 
-    def give_up(self) -> None:
-        """Let nobody wait any more for what hangs; the tickets keep its memory. On the loop."""
+    def give_up(self, last: Callable[[], object]) -> None:
+        """Let nobody wait any more for what hangs; the tickets keep its memory. On the loop.
+
+        Args:
+            last: Called once nothing is in flight any more, which may be at once.
+        """
         with self._lock:
             stuck = list(self._tickets.values())
+            if stuck:
+                self._last = last
         for ticket in stuck:
             ticket.given_up = True
             ticket.landed.set()
+        if not stuck:
+            last()
 
     def close(self) -> None:
-        """End the thread once it has seen all tickets; waits for it only if none is in flight."""
+        """End the thread, which has seen the end of everything; waits for that. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            if not self.in_flight:
+            if thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
@@ -128,9 +137,12 @@ class Reaper:
             ticket.flights.clear()
             with self._lock:
                 del self._tickets[id(ticket)]
+                last = None if self._tickets else self._last
             with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
                 ticket.loop.call_soon_threadsafe(ticket.landed.set)
             del ticket  # not kept alive while waiting for the next one
+            if last is not None:
+                last()
 
 
 def _end(ticket: Ticket, flight: Flight) -> None:

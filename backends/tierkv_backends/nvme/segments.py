@@ -24,7 +24,7 @@ from tierkv_backends.nvme.transfer import PAGE, Piece, move, open_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Place", "Segments"]
+__all__ = ["Place", "Segments", "number_of"]
 
 _NAME: Final = re.compile(r"segment-(\d{5,})")
 _ZEROS: Final = 1 << 20
@@ -70,7 +70,8 @@ class Segments:
         self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._fds: dict[int, int] = {}
         self._dirty: set[int] = set()
-        self._files_lock = threading.Lock()  # a file is not closed while somebody looks at all
+        self._files_lock = threading.Lock()  # a file is not closed while somebody looks at it
+        self._sync_lock = threading.Lock()
         self._new_names = False
         self.removed: Callable[[int], None] | None = None
         zeros = Arena(_ZEROS).allocate(_ZEROS)
@@ -78,9 +79,9 @@ class Segments:
         self._zeros = zeros.memory
         try:
             for name in os.listdir(root):
-                match = _NAME.fullmatch(name)
-                if match is not None:
-                    self._fds[int(match[1])] = open_at(root, name, self._flags)
+                index = number_of(name)
+                if index is not None:
+                    self._fds[index] = open_at(root, name, self._flags)
         except BaseException:
             self.close()
             raise
@@ -184,13 +185,31 @@ class Segments:
         Raises:
             OSError: if the medium refuses; what reached it is then unknown.
         """
+        with self._sync_lock:  # who comes second must not return before the first is done
+            with self._files_lock:
+                dirty, self._dirty = self._dirty, set()
+                new_names, self._new_names = self._new_names, False
+            try:
+                for index in sorted(dirty):
+                    self._sync_one(index)
+                if new_names:
+                    os.fsync(self._root)
+            except BaseException:
+                with self._files_lock:
+                    self._dirty |= dirty
+                    self._new_names |= new_names
+                raise
+
+    def _sync_one(self, index: int) -> None:
         with self._files_lock:
-            for index in sorted(self._dirty & self._fds.keys()):
-                os.fdatasync(self._fds[index])
-            self._dirty.clear()
-            if self._new_names:
-                os.fsync(self._root)
-                self._new_names = False
+            fd = self._fds.get(index)
+            if fd is None:
+                return
+            fd = os.dup(fd)  # writers go on, and may even remove the file, while the disk works
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
 
     def back(self, extent: Extent, *, zero: bool = True) -> None:
         """Allocate blocks for pages of one segment and, if ``zero``, write them once.
@@ -263,6 +282,12 @@ class Segments:
         """Close all files. Idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def number_of(name: str) -> int | None:
+    """Number of the segment whose file has this name; None if it is none of ours."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match is not None and name == _name(int(match[1])) else None
 
 
 def _name(index: int) -> str:

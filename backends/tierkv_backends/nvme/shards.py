@@ -34,6 +34,7 @@ class Hops:
         inside: Calls that a thread is in; a thread that hangs may be given up by who waits.
         hops: Calls so far.
         shards: Of these, parts of batches that were split.
+        given_up: Whether the tier was closed over calls that hang.
     """
 
     def __init__(self, threads: Threads) -> None:
@@ -41,6 +42,7 @@ class Hops:
         self.inside = 0
         self.hops = 0
         self.shards = 0
+        self.given_up = False
         self._threads = threads
         self._lock = threading.Lock()
         self._idle: Signal | None = None
@@ -102,10 +104,13 @@ class Hops:
 
         Cancellation: re-raised at the end.
         """
-        if self.under_way:
-            self._idle = Signal()
+        if not self.under_way:
+            return True
+        self._idle = Signal()
+        try:
             return await self._idle.outlast(within)
-        return True
+        finally:
+            self.given_up = self.under_way > 0
 
     def afterwards(self, fn: Callable[[], object]) -> None:
         """Call ``fn`` once no call is under way and no thread is in one: now, or in the last one.

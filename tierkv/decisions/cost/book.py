@@ -111,7 +111,7 @@ class Costs:
 
     def sample(self, tier: int, direction: str, nbytes: int, seconds: float, now: float) -> None:
         """A batch came back well."""
-        self._breakers[direction][tier].success()
+        self._breakers[direction][tier].success(now)
         self.alive(tier, now)
         if nbytes > 0:
             self._lines[direction][tier].add(nbytes, seconds)

@@ -26,7 +26,9 @@ class Breaker:
     The pattern is Nygard's (Release It!, 2007). Five batches that fail one after the other open
     it, and so does one that hangs. After a pause of 1 s one batch may pass as a probe: success
     closes the breaker, failure opens it for twice as long, up to 60 s. Only a batch that succeeded
-    resets it: nothing that a caller swallowed does.
+    resets it: nothing that a caller swallowed does. A relapse, that is to open again before it
+    stayed closed for as long as the next pause, lengthens the pause too: where small reads answer
+    and large ones hang, each probe would else cost somebody a whole time-out.
 
     Attributes:
         state: What it does now.
@@ -35,7 +37,7 @@ class Breaker:
         hung: Whether it is open because a batch hung.
     """
 
-    __slots__ = ("_pause", "failures", "hung", "retry_at", "state")
+    __slots__ = ("_closed_at", "_pause", "_relapsed", "failures", "hung", "retry_at", "state")
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
@@ -43,6 +45,8 @@ class Breaker:
         self.hung = False
         self.retry_at = 0.0
         self._pause = _FIRST_PAUSE_S
+        self._closed_at = 0.0
+        self._relapsed = False
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state.value}, {self.failures} failures>"
@@ -64,12 +68,15 @@ class Breaker:
             self.state = BreakerState.HALF_OPEN
         return True
 
-    def success(self) -> None:
+    def success(self, now: float) -> None:
         """A batch came back well."""
+        if not self.closed:
+            self._closed_at = now
+        elif now - self._closed_at >= self._pause:
+            self._pause = _FIRST_PAUSE_S
         self.state = BreakerState.CLOSED
         self.failures = 0
         self.hung = False
-        self._pause = _FIRST_PAUSE_S
 
     def failure(self, now: float, *, hung: bool = False) -> None:
         """A batch failed, or (``hung``) has not come back in time."""
@@ -78,13 +85,17 @@ class Breaker:
         if self.state is BreakerState.OPEN:
             return  # a batch of earlier: the pause is running already
         if self.state is BreakerState.HALF_OPEN or hung or self.failures >= _FAILURES:
+            self._relapsed = self.closed and self._pause > _FIRST_PAUSE_S
             self.retry_at = now + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
             self.state = BreakerState.OPEN
 
     def hint(self, now: float) -> None:
-        """There is a sign of life: what hung may be probed at once; what failed may not."""
-        if self.state is BreakerState.OPEN and self.hung:
+        """There is a sign of life: what hung may be probed at once; what failed may not.
+
+        Nor may what hung again after it had given signs of life.
+        """
+        if self.state is BreakerState.OPEN and self.hung and not self._relapsed:
             self.retry_at = min(self.retry_at, now)
 
     def untried(self, now: float) -> None:

@@ -11,6 +11,7 @@ _KEEP_SPEED: Final = 0.8
 _KEEP_LARGEST: Final = 0.98
 _OUTLIER: Final = 8.0  # times the expected seconds
 _TRUSTED: Final = 4  # samples before one of them can be called an outlier
+_QUICK: Final = 3  # batches in a row, each so much faster than expected, that end a slow spell
 _SPREAD: Final = (
     0.1  # relative spread of sizes below which latency and bandwidth cannot be told apart
 )
@@ -23,7 +24,9 @@ class Line:
     The model is Hockney's (Parallel Computing 20, 1994); the fit is least squares with exponential
     forgetting (recursive least squares: Haykin, Adaptive Filter Theory, chapter 9), kept as five
     decayed sums. A single batch that takes much longer than expected counts as 8 times the
-    expected time; a second one in a row is believed.
+    expected time; a second one in a row is believed. Three in a row that take less than an eighth
+    of it (the disk has woken up, the network is back) make everything older void: a slow spell of
+    seconds would else outweigh the milliseconds of dozens of batches.
 
     Attributes:
         count: Batches seen.
@@ -32,6 +35,7 @@ class Line:
     __slots__ = (
         "_largest",
         "_latency",
+        "_quick",
         "_slope",
         "_strange",
         "_w",
@@ -47,6 +51,7 @@ class Line:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
         self._latency = self._slope = self._largest = 0.0
         self._strange = False
+        self._quick = 0
 
     def __repr__(self) -> str:
         return f"<Line {self.latency:.2g} s + bytes / {self.bandwidth:.3g}, {self.count} batches>"
@@ -80,6 +85,10 @@ class Line:
         if strange and not self._strange:
             seconds = expected * _OUTLIER
         self._strange = strange
+        self._quick = self._quick + 1 if seconds * _OUTLIER < expected else 0
+        if self._quick == _QUICK:
+            self._w = self._x = self._y = self._xx = self._xy = self._latency = 0.0
+            self._quick = 0
         self.count += 1
         x, y = float(nbytes), float(seconds)
         self._largest = max(x, self._largest * _KEEP_LARGEST)

@@ -1,0 +1,103 @@
+"""One block in place: leased, not copied, found wherever in RAM it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests import kit
+from tests.engine.device_rig import make_tiers, on_device
+from tests.engine.rig import running
+from tierkv.errors import ClosedError, IntegrityError, LayoutError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engine.rig import Rig
+
+pytestmark = pytest.mark.anyio
+SPACE = kit.space()
+FRAME = 12 * 1024
+IDS = kit.tokens(3, seed=1)
+KV = kit.Memory(SPACE.layout, 48, seed=1)
+
+
+def same(held: object, block: int) -> bool:
+    """Whether a block that is looked at in place is the one that was stored."""
+    return all(
+        torch.equal(held.tensor(layer, name), tensor[:, 16 * block : 16 * block + 16])  # type: ignore[attr-defined]
+        for layer, tensors in KV.layers.items()
+        for name, tensor in tensors.items()
+    )
+
+
+async def evict_all(rig: Rig) -> None:
+    """Store until nothing of before is in the first tier."""
+    for seed in range(50, 53):
+        async with rig.engine.session(f"other-{seed}") as other:
+            kv = kit.Memory(SPACE.layout, 48, seed=seed)
+            await other.store(kit.tokens(3, seed=seed), kv.view)
+
+
+async def test_c2_a_held_block_stays_where_it_is_until_it_is_released(tmp_path: Path) -> None:
+    async with running("host", tmp_path, space=SPACE, capacity=4 * FRAME) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            held = session.get_nowait(2)
+            assert held is not None
+            assert held.tokens == 16
+            await evict_all(rig)
+            held.verify()
+            assert same(held, 2)
+            session.destroy()  # nor does it go with its session
+            assert same(held, 2)
+            held.release()
+            held.release()
+            with pytest.raises(ClosedError):
+                held.tensor(0, "k")
+        await rig.at_rest()
+
+
+async def test_a_damaged_block_is_told_and_taken_back(tmp_path: Path) -> None:
+    async with running("host", tmp_path, space=SPACE) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            with session.get_nowait(0) as held:  # type: ignore[union-attr]
+                held.tensor(0, "k")[0, 0, 0] += 1.0
+                with pytest.raises(IntegrityError):
+                    held.verify()
+                with pytest.raises(LayoutError):
+                    held.tensor(9, "k")
+            back = kit.Memory(SPACE.layout, 48)
+            async with session.match(IDS) as match:
+                assert (await match.load(into=back.view)).tokens == 0
+            assert session.get_nowait(0) is None
+            assert session.get_nowait(3) is None, "the history is not that long"
+        await rig.at_rest()
+
+
+async def test_what_a_device_holds_too_is_found_in_ram_behind_it(tmp_path: Path) -> None:
+    tiers = make_tiers("device+host", tmp_path)
+    async with on_device(tiers) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            await rig.engine.runtime.behind.drain()
+            assert rig.parts(0) == rig.parts(1), "both tiers hold it"
+            for block in range(3):
+                with session.get_nowait(block) as held:  # type: ignore[union-attr]
+                    assert same(held, block)
+        await rig.clean()
+
+
+async def test_what_is_on_a_medium_only_is_none(tmp_path: Path) -> None:
+    async with running("host+nvme", tmp_path, space=SPACE) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            await rig.engine.runtime.behind.drain()
+            rig.cool()
+            assert session.get_nowait(0) is None
+        with pytest.raises(ClosedError):
+            session.get_nowait(0)
+        await rig.at_rest()

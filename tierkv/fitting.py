@@ -1,0 +1,83 @@
+"""Whether a frame is the one that was asked for: identity, layout, section table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierkv.blocks import split_part
+from tierkv.frame import header_bytes, refuse
+
+if TYPE_CHECKING:
+    from tierkv.blocks import BlockKey, PartId
+    from tierkv.frame import Header, Section
+    from tierkv.layout import Space
+
+__all__ = ["check_identity", "check_layout", "section_table"]
+
+_Table = tuple[tuple[int, str, str, tuple[int, ...]], ...]
+
+
+def check_identity(
+    header: Header, *, part: PartId, generation: int | None, space: bytes, root: BlockKey
+) -> None:
+    """Check that the frame is the one asked for (``generation`` None: any).
+
+    Raises:
+        IntegrityError: naming the field that differs.
+    """
+    wanted = {"part": part, "space": space, "root": root, "generation": generation}
+    for name, value in wanted.items():
+        if value != getattr(header, name) and not (name == "generation" and value is None):
+            raise refuse(f"it belongs to another {name}")
+
+
+@dataclass(slots=True)
+class _Memo:
+    """What frames of one group and length must look like, and the last section table that did."""
+
+    header_bytes: int
+    table: _Table
+    fits: tuple[Section, ...] | None = None
+
+
+_plans: dict[tuple[bytes, int, int], _Memo] = {}
+
+
+def _plan(space: Space, group: int, tokens: int) -> _Memo:
+    plan = _plans.get(key := (space.fingerprint, group, tokens))
+    if plan is None:
+        spec = space.layout.groups[group]
+        tensors = [(layer.index, t) for layer in spec.layers for t in layer.tensors]
+        table = tuple((n, t.name, t.dtype, spec.stored_shape(t, tokens)) for n, t in tensors)
+        if len(_plans) >= 512:  # many spaces or partial tails: start over, it is only a memo
+            _plans.clear()
+        plan = _plans[key] = _Memo(header_bytes(spec), table)
+    return plan
+
+
+def section_table(space: Space, group: int, tokens: int) -> _Table:
+    """Sections of a part: (layer, tensor, dtype, shape) in stored order. Remembered by space."""
+    return _plan(space, group, tokens).table
+
+
+def check_layout(header: Header, space: Space) -> None:
+    """Check that the section table is the one of the space's group.
+
+    Raises:
+        IntegrityError: if group, block size, dtype, shape or order differ.
+    """
+    group = split_part(header.part)[1]
+    if group >= len(space.layout.groups) or header.block_tokens != space.block_tokens:
+        raise refuse(f"group {group} or {header.block_tokens} tokens a block do not fit the space")
+    plan = _plan(space, group, header.tokens)
+    if (
+        header.payload_offset != plan.header_bytes
+        or header.per_token != space.layout.groups[group].per_token
+    ):
+        raise refuse(f"the header of {header.payload_offset} bytes does not fit the group")
+    if header.sections is plan.fits:
+        return  # raw frames share one table, which decode_header remembers
+    if tuple(s[:4] for s in header.sections) != plan.table:
+        raise refuse("its layers, tensors, dtypes or shapes are not those of the space")
+    plan.fits = header.sections
