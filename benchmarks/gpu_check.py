@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import mmap
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,13 +38,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.report import Cell
-    from tierkv.abc import Backend, Device, View
+    from tierkv.abc import Backend, Device, Stream, View
 
 __all__ = ["rows"]
 
 _MIB = 1 << 20
+_CHUNK = 64 * _MIB
 _BLOCK, _HEADS, _DIM, _LAYERS = 16, 4, 64, 6
 _TIERS = ("device", "device+host", "device+nvme", "device+host+nvme", "host", "nvme", "host+nvme")
+_VIEWS = (("dense", "paged HND"), ("paged HND", "dense"), ("paged NHD", "paged NHD"))
 _COPY_BOUND, _OVERLAP_BOUND = 0.9, 0.7
 Row = dict[str, "Cell"]
 
@@ -64,6 +68,11 @@ def _suites(name: str, folder: Path) -> Iterator[Row]:
         def make(self) -> Device:
             return Devices().open(name)
 
+        def model(self, device: Device, work: Callable[[], object]) -> None:
+            if name != "cpu":  # a kernel of about 10 ms, so that a missing wait shows
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            work()
+
     def tier(_: Path, capacity: int) -> Backend:
         backend: Backend = resolve("backends", "device")(Tier("device", capacity, device=name))
         return backend
@@ -74,6 +83,16 @@ def _suites(name: str, folder: Path) -> Iterator[Row]:
     yield from _verdict("suite of devices", failed, OnDevice)
     failed = asyncio.run(backend_mutants.failing_checks(ResidentBackendTests, make, folder))
     yield from _verdict("suite of device tiers", failed, ResidentBackendTests)
+
+
+def _tests() -> Iterator[Row]:
+    """What only a GPU can show, where the tests are at hand."""
+    place = Path(__file__).parent.parent / "tests" / "device"
+    if not place.is_dir():
+        return
+    command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(place)]
+    done = subprocess.run([sys.executable, *command], stdout=sys.stderr, check=False)
+    yield _row("pytest -m gpu tests/device", done.returncode, "0", ok=done.returncode == 0)
 
 
 def _verdict(what: str, failed: dict[str, str], suite: type) -> Iterator[Row]:
@@ -168,9 +187,7 @@ async def _store(session: Any, ids: list[int], source: View, *, layers: bool) ->
 def _trips(name: str, where: str, folder: Path) -> Iterator[Row]:
     for number, kinds in enumerate(_TIERS):
         bad = []
-        for write, read in (
-            *(("dense", "paged HND"), ("paged HND", "dense"), ("paged NHD", "paged NHD")),
-        ):
+        for write, read in _VIEWS:
             for layers in (False, True):
                 path = folder / f"{number}-{write}-{read}-{layers}"
                 tiers = [
@@ -211,38 +228,68 @@ def _folds(device: Device) -> Row:
 # --------------------------------------------------------------------------- speed
 
 
+def _pieces(there: torch.Tensor, host: torch.Tensor) -> Iterator[tuple[str, list[Move]]]:
+    """Ways in which frames in host memory meet memory in the device, as copies into the device."""
+    yield "whole", [Move(there, host)]
+    size = min(65_536, there.numel())
+    rows, others = there.view(-1, size), host.view(-1, size)
+    order = torch.randperm(len(rows)).tolist()
+    yield "64 KiB pieces, shuffled", [Move(rows[at], others[n]) for n, at in enumerate(order)]
+    # a section [heads, 64 tokens, dim] of a frame, in pages of 16 tokens
+    heads, page, dim = 8, 16, 128
+    sections = host.view(torch.int16).view(-1, heads, 4 * page, dim)
+    for name, shape in (("HND", (heads, page, dim)), ("NHD", (page, heads, dim))):
+        pages = there.view(torch.int16).view(-1, *shape)
+        turned = pages if name == "HND" else pages.transpose(1, 2)
+        pairs = [
+            (turned[4 * n + q], s[:, q * page : (q + 1) * page])
+            for n, s in enumerate(sections)
+            for q in range(4)
+        ]
+        yield f"pages of 16 tokens, {name}", [Move(t, s) for t, s in pairs]
+
+
 def _copies(device: Device, where: str, nbytes: int, repeats: int) -> Iterator[Row]:
-    """Batches of copies from and to pinned memory, against one copy of torch's."""
+    """Batches between registered host memory and the device, against one copy of torch's."""
     gpu = where != "cpu"
+    arena = mmap.mmap(-1, nbytes)
+    chunks = [memoryview(arena)[a : a + _CHUNK] for a in range(0, nbytes, _CHUNK)]
+    pinned = sum(device.pin(chunk) for chunk in chunks)
+    yield _row(
+        "chunks of host memory registered",
+        f"{pinned} of {len(chunks)}",
+        ok=not gpu or pinned == len(chunks),
+    )
+    host = torch.frombuffer(arena, dtype=torch.uint8)
     there, raw = device.allocate(nbytes), torch.ones(nbytes, dtype=torch.uint8, device=where)
+    mine = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
     assert there is not None
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
-    piece = min(nbytes, _MIB)
-    cut = range(0, nbytes, piece)
+    there.fill_(1)
+    host.fill_(1)
+    for name, moves in _pieces(there, host):
+        back = [Move(source, target) for target, source in moves]
+        for way, stream, batch, plain in (
+            ("H2D", device.loads, moves, (raw, mine)),
+            ("D2H", device.stores, back, (mine, raw)),
+        ):
 
-    def finish() -> None:
-        if gpu:
-            torch.cuda.synchronize()
+            def ours(batch: list[Move] = batch, stream: Stream = stream) -> None:
+                device.copy(batch, stream)
+                stream.record().synchronize()
 
-    for what, stream, pairs, plain in (
-        ("H2D", device.loads, [(there, host)], (raw, host)),
-        ("D2H", device.stores, [(host, there)], (host, raw)),
-    ):
-        moves = [Move(t[a : a + piece], s[a : a + piece]) for t, s in pairs for a in cut]
+            def theirs(plain: tuple[torch.Tensor, torch.Tensor] = plain) -> None:
+                plain[0].copy_(plain[1], non_blocking=True)
+                if gpu:
+                    torch.cuda.synchronize()
 
-        def ours(moves: Sequence[Move] = moves, stream: Any = stream) -> None:
-            device.copy(moves, stream)
-            stream.record().synchronize()
-
-        def theirs(plain: tuple[torch.Tensor, torch.Tensor] = plain) -> None:
-            plain[0].copy_(plain[1], non_blocking=True)
-            finish()
-
-        seen = paired(theirs, ours, repeats)
-        ok = not gpu or seen.ratio.median >= _COPY_BOUND
-        bound = f">= {_COPY_BOUND}" if gpu else "-"
-        yield _row(f"{what} of a raw pinned copy", seen.ratio.median, bound, ok=ok)
-        yield _row(f"{what} GB/s", nbytes / seen.b.median / 1e9)
+            seen, bounded = paired(theirs, ours, repeats), gpu and name == "whole"
+            bound = f">= {_COPY_BOUND}" if bounded else "-"
+            ok = not bounded or seen.ratio.median >= _COPY_BOUND
+            yield _row(f"{way}, {name}: of a raw pinned copy", seen.ratio.median, bound, ok=ok)
+            yield _row(f"{way}, {name}: GB/s", nbytes / seen.b.median / 1e9)
+    for chunk in chunks:
+        device.unpin(chunk)
+        chunk.release()
 
 
 def _overlap(device: Device, where: str, nbytes: int) -> Row:
@@ -251,10 +298,8 @@ def _overlap(device: Device, where: str, nbytes: int) -> Row:
     there = device.allocate(nbytes)
     assert there is not None
     host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
-    size = 4096 if gpu else 256
-    a = torch.ones(size, size, device=where)
-    # kernels long enough to be worth hiding the copy behind
-    rounds = 1
+    a = torch.ones(4096 if gpu else 256, 4096 if gpu else 256, device=where)
+    rounds = 1  # of a kernel, until they take as long as the copy
 
     def compute() -> None:
         for _ in range(rounds):
@@ -316,8 +361,12 @@ def rows(name: str, *, mib: int = 256, repeats: int = 15) -> Iterator[Row]:
         (folder / "suite").mkdir()
         yield from _suites(name, folder / "suite")
         yield from _trips(name, name, folder)
+        if name != "cpu":
+            yield from _tests()
         devices = Devices()
         device = devices.open(name)
+        getattr(device, "ready", lambda: None)()  # kernels are compiled in the background
+        yield _row("device", repr(device))
         try:
             yield _folds(device)
             yield from _copies(device, name, mib * _MIB, repeats)
@@ -339,10 +388,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("torch sees no CUDA device here: nothing to check", file=sys.stderr)
         emit("gpu_check", [], args.json)
         return 0
+    torch.set_num_threads(1)
     begin = time.perf_counter()
     found = list(rows(args.device, mib=args.mib, repeats=args.repeats))
-    if args.device.startswith("cuda"):
-        found.append(_row("device", torch.cuda.get_device_name(args.device)))
     found.append(_row("seconds in all", time.perf_counter() - begin))
     emit("gpu_check", found, args.json)
     return 0 if all(row["ok"] for row in found) else 1

@@ -55,6 +55,14 @@ def _read(pool: Pool, number: int, value: float) -> tuple[bool, str]:
     return right, "a hit, right" if right else "a hit, with wrong bytes"
 
 
+def _answers(what: Callable[[], object], seconds: float) -> bool:
+    """Whether a call comes back; if not, its thread is left to itself."""
+    thread = threading.Thread(target=what, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
 def truncated(place: str) -> Verdict:
     """A file loses its second half."""
     pool = _pool(place)
@@ -93,21 +101,13 @@ def prefetch_oom_deadlock(place: str) -> Verdict:
         pool.write(number, float(number))
     held = pool.fill()
     names = [key(1), key(2)]
-    job = asyncio.run_coroutine_threadsafe(
-        pool.disk.batched_get_non_blocking("request", names), pool.loop
-    )
+    reading = pool.disk.batched_get_non_blocking("request", names)
+    job = asyncio.run_coroutine_threadsafe(reading, pool.loop)
     with contextlib.suppress(Exception):  # only what comes after counts
         job.result(5)
     for chunk in held:
         chunk.ref_count_down()
-    answered = threading.Event()
-
-    def look() -> None:
-        pool.disk.contains(key(1))
-        answered.set()
-
-    threading.Thread(target=look, daemon=True).start()
-    there = answered.wait(5)
+    there = _answers(lambda: pool.disk.contains(key(1)), 5)
     return there, f"a later lookup is answered within 5 s: {there}"
 
 
@@ -201,14 +201,7 @@ def pin_leak_evict(place: str) -> Verdict:
         pool.cpu.submit_put_task(key(number), chunk)
         chunk.ref_count_down()
         pool.cpu.pin(key(number))
-    answered = threading.Event()
-
-    def one_more() -> None:
-        pool.allocate()
-        answered.set()
-
-    threading.Thread(target=one_more, daemon=True).start()
-    there = answered.wait(3)
+    there = _answers(pool.allocate, 3)
     return there, f"allocate() answers within 3 s: {there}"
 
 
@@ -252,7 +245,8 @@ def _manager(policy: str = "LRU", directory: str | None = None) -> Any:
         adapters = [
             _of(f"{_DISTRIBUTED}.l2_adapters.fs_l2_adapter", "FSL2AdapterConfig")(directory)
         ]
-    _bus()
+    bus = "lmcache.v1.mp_observability.event_bus"
+    _of(bus, "init_event_bus")(_of(bus, "EventBusConfig")())
     return _of(f"{_DISTRIBUTED}.storage_manager", "StorageManager")(
         _of(config, "StorageManagerConfig")(
             l1_manager_config=_of(config, "L1ManagerConfig")(memory_config=memory),
@@ -262,11 +256,6 @@ def _manager(policy: str = "LRU", directory: str | None = None) -> Any:
             ),
         )
     )
-
-
-def _bus() -> None:
-    bus = "lmcache.v1.mp_observability.event_bus"
-    _of(bus, "init_event_bus")(_of(bus, "EventBusConfig")())
 
 
 def _name(number: int) -> Any:

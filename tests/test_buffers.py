@@ -7,14 +7,18 @@ import random
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
 import pytest
 
-from tierkv.buffers import Arena, ArenaBuffer, Staging
+from tierkv.buffers import Arena, ArenaBuffer, Staging, StagingHeldError
 from tierkv.errors import CapacityError, ClosedError
 from tierkv.workers import Workers
+
+if TYPE_CHECKING:
+    from tierkv.abc import Buffer
 
 PAGE = 4096
 
@@ -339,3 +343,39 @@ async def test_a_piece_larger_than_the_share_is_given_out_alone() -> None:
     cancelled.release()
     assert staging.background_used == staging.waiting == 0
     assert len(staging.whole) == staging.limit
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_memory_that_a_hanging_tier_holds_is_let_go() -> None:
+    """P3: only then, and only who somebody waits for: a queue for memory alone is no fault."""
+    staging = Staging(4 * PAGE)
+    hangs: list[bool] = []
+    staging.patience, staging.held_up = 0.005, lambda: bool(hangs)
+    held = await staging.acquire(4 * PAGE)
+    async with asyncio.timeout(20), anyio.create_task_group() as group:
+        background: list[Buffer] = []
+
+        async def wait_behind() -> None:
+            background.append(await staging.acquire(PAGE, background=True))
+
+        group.start_soon(wait_behind)
+        told: list[Exception] = []
+        until_told = anyio.Event()
+
+        async def wait() -> None:
+            try:
+                await staging.acquire(PAGE)
+            except StagingHeldError as error:
+                told.append(error)
+                until_told.set()
+
+        group.start_soon(wait)
+        await asyncio.sleep(0.03)
+        assert staging.waiting == 2
+        assert not told
+        hangs.append(True)
+        await until_told.wait()
+        assert staging.waiting == 1
+        held.release()
+    background[0].release()
+    assert (staging.used, staging.waiting) == (0, 0)

@@ -197,3 +197,82 @@ def test_a_stored_chain_that_failed_is_asked_again() -> None:
         assert chains.stored_chain("later").lossless
     finally:
         del THIRD_PARTY["later"]
+
+
+# --------------------------------------------------------------- rules for layers and tensors
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "lossless"),
+    [
+        ("int8+zstd", "int8+zstd", False),
+        ("*:int8", "int8", False),
+        ("K:int4/channel,V:int4/token", "k:int4/channel,v:int4/token", False),
+        ("K:int8, V:rot4+zstd", "k:int8,v:rot4+zstd", False),
+        ("0-3:raw,*:int8", "0-3:raw,int8", False),
+        ("7:raw,0-9:V:zstd", "7:raw,0-9:v:zstd", True),
+        ("*:latent:planes", "latent:planes", True),
+    ],
+)
+def test_rules_have_a_canonical_text(text: str, name: str, lossless: bool) -> None:
+    found = chains.parse_chains(text)
+    assert found.name == name
+    assert found.lossless is lossless
+    assert chains.parse_chains(name) == found
+
+
+def test_the_first_rule_that_fits_counts_and_the_rest_is_raw() -> None:
+    found = chains.parse_chains("0:raw,2-3:K:int4/token,2-9:int8")
+    wanted = {
+        (0, "k"): "raw",
+        (1, "k"): "raw",
+        (2, "k"): "int4/token",
+        (2, "v"): "int8",
+        (9, "k"): "int8",
+        (10, "k"): "raw",
+    }
+    assert {key: found.of(*key).name for key in wanted} == wanted
+    plain = chains.parse_chains("int8")
+    assert plain.of(5, "v") is plain
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("intt8", "did you mean 'int8'"),
+        ("int8/tokn", "did you mean 'token'"),
+        ("planes/token", "no groupings; write 'planes' without"),
+        ("9-3:raw", "did you mean 3-9"),
+        ("foo bar:int8", "neither layers nor a tensor; write e.g. '0-3:raw'"),
+        ("0:K:V:int8", "cannot read '0:K:V:int8'"),
+        ("K:", "cannot read 'K:'"),
+        ("K:int8,", "cannot read ''"),
+        ("int8,K:int4", "'K:int4' is never reached, 'int8' comes first"),
+        ("0-9:int8,3-5:raw", "'3-5:raw' is never reached"),
+        ("int8+int8/token", "different names"),
+    ],
+)
+def test_rules_that_cannot_be_read_say_what_to_write(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chains.parse_chains(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "rot3"])
+def test_a_grouping_is_that_of_the_other_tensor(name: str) -> None:
+    source = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def packed(chain: str, tensor: str) -> bytes:
+        parsed = chains.parse_chain(chain)
+        out = bytearray(parsed.packed_bytes((2, 24, 16), "bfloat16", tensor))
+        parsed.pack(source, tensor, memoryview(out))
+        into = torch.empty_like(source)
+        parsed.unpack(memoryview(out), tensor, into)
+        bound = parsed.packer.error_bound(source, tensor) if parsed.packer else torch.zeros(())
+        assert bool(((into.double() - source.double()).abs() <= bound).all())
+        return bytes(out)
+
+    assert packed(f"{name}/channel", "v") == packed(name, "k")
+    assert packed(f"{name}/token", "k") == packed(name, "v")
+    assert packed(f"{name}/token", "k") != packed(name, "k")
+    assert chains.stored_chain(f"{name}/token").name == f"{name}/token"

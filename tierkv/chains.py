@@ -14,8 +14,8 @@ a chain after the layers, the tensor, or both, that it is for; the first rule th
     tensor = name                                  "K", "V", "latent"; upper case or lower
     chain  = codec [ "/" grouping ] { "+" codec [ "/" grouping ] }
 
-``"K:int4/channel,V:int4/token"``, ``"0-3:raw,*:int8"``, ``"0:raw,K:int8,V:rot4+zstd"``. What no rule
-is for is stored raw.
+For example ``"K:int4/channel,V:int4/token"``, ``"0-3:raw,*:int8"``, ``"0:raw,K:int8,V:rot4+zstd"``.
+What no rule is for is stored raw.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Chains:
         """Chain of the sections of one tensor of one model layer."""
         for rule in self.rules:
             fits = rule.first <= layer and (rule.last is None or layer <= rule.last)
-            if fits and rule.tensor in (None, tensor):
+            if fits and rule.tensor in (None, tensor.lower()):
                 return rule.chain
         return _RAW_CHAIN
 
@@ -232,7 +232,8 @@ def _make(text: str, step: str) -> Any:
         raise ConfigError(f"codec chain {text!r}: {error}{hint}") from error
     if not slash:
         return kind()
-    if "grouping" not in {field.name for field in dataclasses.fields(kind)}:
+    known = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    if "grouping" not in {field.name for field in known}:
         raise ConfigError(
             f"codec chain {text!r}: {name!r} has no groupings; write {name!r} without a slash"
         )

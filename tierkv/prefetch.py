@@ -8,6 +8,7 @@ and behind write-behind.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tierkv.blocks import part_id
@@ -119,7 +120,15 @@ class Prefetcher:
             )
             for w in window
         ]
-        await copy_batch(self._core, copies, self._turns, patient=False)
+        core, level = self._core, self._core.levels[copies[0].source]
+        if not core.usable(level):
+            return list(window)
+        # a job of its own: where the tier hangs, only this batch and its turn are stuck
+        job = core.workers.spawn(
+            partial(copy_batch, patient=False), core, copies, self._turns, name="prefetch-copy"
+        )
+        if await core.landed(level, job.ended):
+            await job.wait()
         return [w for w, copy in zip(window, copies, strict=True) if not copy.made]
 
     async def _to_memory(self, window: Sequence[Wanted]) -> int:

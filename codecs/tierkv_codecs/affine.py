@@ -63,7 +63,7 @@ def check_grouping(name: str, grouping: str) -> None:
     if grouping not in _AS:
         known = " or ".join(f"'{name}/{word}'" for word in _AS if word)
         near = difflib.get_close_matches(grouping, _AS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near and near[0] else ""
+        hint = f"; did you mean {near[0]!r}?" if near and near[0] else "."
         raise ConfigError(f"{name}: no grouping {grouping!r}{hint} Write {known}, or '{name}'")
 
 

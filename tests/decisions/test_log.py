@@ -11,7 +11,7 @@ import pytest
 from tests.decisions import chains
 from tierkv.decisions.core import Decisions
 from tierkv.decisions.cost import Run
-from tierkv.decisions.log import LineLog, replay
+from tierkv.decisions.log import LineLog, replay, runs
 from tierkv.decisions.policy.lrfu import Lrfu
 from tierkv.decisions.policy.lru import Lru
 from tierkv.decisions.types import EvictReason, GroupRule, TenantLimits, TierLimits
@@ -163,6 +163,14 @@ def test_a_broken_line_is_named(line: bytes) -> None:
     unknown = b'{"op":"explode","now":0,"args":[]}\n'
     with pytest.raises(ConfigError, match="unknown operation 'explode'"):
         list(replay([log.lines[0], unknown], fresh()))
+
+
+def test_runs_that_share_a_file_are_told_apart() -> None:
+    first, second = live(1, 40).lines, live(2, 40).lines
+    assert list(runs([*first, *second])) == [first, second]
+    assert list(runs([])) == []
+    with pytest.raises(ConfigError, match=r"line \d+ begins another run"):
+        list(replay([*first, *second], fresh()))
 
 
 def test_the_half_life_is_logged() -> None:

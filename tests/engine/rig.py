@@ -20,7 +20,21 @@ if TYPE_CHECKING:
     from tierkv.layout import Space
     from tierkv.session import Session
 
-COMBINATIONS = ("host", "nvme", "host+nvme")
+COMBINATIONS = (
+    "host",
+    "nvme",
+    "file",
+    "device",
+    "host+nvme",
+    "device+nvme",
+    "device+file",
+    "device+host+nvme",
+)
+
+
+def is_durable(kinds: str) -> bool:
+    """Whether one of these tiers survives a restart."""
+    return "nvme" in kinds or "file" in kinds
 
 
 @dataclass
@@ -37,11 +51,10 @@ class Rig:
     async def settle(self) -> None:
         """Wait until nothing is under way any more."""
         async with asyncio.timeout(20):
-            busy = self._busy()
-            while busy:
-                await asyncio.sleep(0.001)
-                busy = self._busy()
-        await asyncio.sleep(0)
+            calm = 0
+            while calm < 2:  # what has just ended may have more to say in the next round
+                await asyncio.sleep(0 if calm else 0.001)
+                calm = 0 if self._busy() else calm + 1
 
     def _busy(self) -> bool:
         runtime = self.engine.runtime
@@ -51,6 +64,7 @@ class Rig:
             or runtime.prefetcher.open
             or runtime.core.storing
             or runtime.core.staging.used
+            or any(level.probing for level in runtime.core.levels)
         )
 
     async def at_rest(self) -> None:

@@ -261,7 +261,9 @@ async def test_saved_seconds_and_figures_are_shown(tmp_path: Path) -> None:
         assert 'tierkv_tier_bandwidth_bytes_per_second{direction="read",tier="nvme"}' in page
 
 
-@pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (-1, 1.0), ("5", 1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(0, 1.0), (5, 0.0), (-1, 1.0), ("5", 1.0), (10**400, 1.0)]
+)
 async def test_nonsense_about_speed_is_refused(tokens: Any, seconds: float, tmp_path: Path) -> None:
     async with running("host", tmp_path, space=SPACE) as rig, rig.engine.session("a") as session:
         with pytest.raises(ConfigError, match="positive"):
@@ -282,6 +284,29 @@ async def test_a_batch_of_loads_is_weighed_too(tmp_path: Path) -> None:
                 view = kit.Memory(SPACE.layout, 64).view
                 (result,) = await rig.engine.load_many([(match, view)])
             assert (result.tokens, result.reason) == (0, MissReason.SLOWER)
+        await rig.at_rest()
+
+
+async def test_the_deadline_of_a_batch_of_loads_takes_what_fits_of_each(tmp_path: Path) -> None:
+    clock = VirtualClock(100.0)
+    throttle = Throttled(clock, 2 * FRAME)  # blocks a second
+    async with running(
+        "host+nvme", tmp_path, space=SPACE, clock=clock, faults={"nvme": [throttle]}
+    ) as rig:
+        async with rig.engine.session("a") as a, rig.engine.session("b") as b:
+            await warm_up(rig, a)
+            prompts = [
+                (await stored(rig, session, 6, seed))[0] for seed, session in ((1, a), (2, b))
+            ]
+            backs = [kit.Memory(SPACE.layout, 96) for _ in prompts]
+            pairs = list(zip((a, b), prompts, strict=True))
+            async with rig.engine.match_many(pairs) as matches:
+                views = [(m, back.view) for m, back in zip(matches, backs, strict=True)]
+                results = await rig.engine.load_many(views, deadline=1.1)
+            for result in results:
+                assert result.tokens == 32
+                assert result.reason is MissReason.DEADLINE
+                assert "1.1 s" in result.rule or "s are left" in result.rule
         await rig.at_rest()
 
 

@@ -14,7 +14,7 @@ import torch
 
 import tierkv
 from tests import kit
-from tests.engine.rig import COMBINATIONS, load, running
+from tests.engine.rig import COMBINATIONS, is_durable, load, running
 from tierkv.blocks import AdapterId, Identity, Media
 from tierkv.decisions.types import MissReason
 from tierkv.errors import LayoutError
@@ -101,7 +101,7 @@ async def test_f005_to_f009_and_f013_another_identity_is_a_miss(
         await _hit(rig.engine, BASE, ids, mine)
         await _hit(rig.engine, other, ids, theirs)
         await rig.at_rest()
-    if kinds == "host":
+    if not is_durable(kinds):
         return
     async with running(kinds, tmp_path, space=BASE) as rig:
         await _hit(rig.engine, other, ids, theirs)
@@ -138,7 +138,7 @@ async def test_f009_f010_tenants_and_salts_never_share(kinds: str, tmp_path: Pat
         for owner, kv in zip(owners, kvs, strict=True):
             await _hit(rig.engine, BASE, ids, kv, **owner)
         await rig.engine.flush()
-    if kinds == "host":
+    if not is_durable(kinds):
         return
     async with running(kinds, tmp_path, space=BASE) as rig:
         for owner, kv in zip(owners, kvs, strict=True):

@@ -10,9 +10,11 @@ import pytest
 
 from tests import kit
 from tests.engine.rig import Rig, load, running
-from tierkv.errors import ClosedError
+from tierkv.decisions.types import MissReason, SkipReason
+from tierkv.errors import ClosedError, LoadIncomplete
 from tierkv.mover.fetch import Wanted
 from tierkv.testing.faults import Gated
+from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,3 +149,33 @@ async def test_the_engine_closes_over_loads_that_share(tmp_path: Path) -> None:
             for job in jobs:
                 with pytest.raises(ClosedError):
                     await job.wait()
+
+
+async def test_p3_loads_and_stores_do_not_wait_for_memory_that_another_tier_holds(
+    tmp_path: Path,
+) -> None:
+    space, ids = kit.space(), kit.tokens(4)
+    async with running("nvme+file", tmp_path, space=space) as rig:
+        kv = await _stored(rig, space, [ids])
+        core = rig.engine.core
+        await rig.settle()
+        core.staging.patience = 0.01
+        held = core.staging.acquire_nowait(core.staging.limit)
+        assert held is not None
+        core.levels[1].stalled.set()  # as if reads of the second tier held all of it
+        async with rig.engine.session("a") as session, asyncio.timeout(20):
+            async with session.match(ids) as match:
+                loaded = await match.load(into=kit.Memory(space.layout, 64).view)
+            assert (loaded.tokens, loaded.reason) == (0, MissReason.FAILED)
+            async with session.match(ids) as match:
+                with pytest.raises(LoadIncomplete, match="staging"):
+                    async for _ in match.layers(into=kit.Memory(space.layout, 64).view):
+                        pass
+            stored = await session.store(kit.tokens(4, seed=5), kv.view)
+            reasons = [block.reason for block in stored.blocks]
+            assert reasons == [SkipReason.BACKPRESSURE] * 4
+        held.release()
+        core.levels[1].stalled = Signal()
+        async with rig.engine.session("a") as session:
+            assert (await load(session, ids))[0] == 64
+        await rig.at_rest()

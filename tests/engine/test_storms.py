@@ -116,7 +116,7 @@ async def blow(weather: Weather, path: Path, seed: int, rounds: int) -> Storm:
     """Let it blow over an engine, and look what it left."""
     tiers = weather.tiers(path)
     names = [tier.name for tier in tiers]
-    limits = {
+    limits: dict[str, Any] = {
         "a": {"quota": {names[0]: 6 * FRAME}, "reserved": {names[-1]: 5 * FRAME}},
         "b": {"session_quota": 10 * FRAME},
     }
@@ -161,7 +161,7 @@ async def test_a_storm_costs_hits_and_nothing_else(
     weather: Weather, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERKV_DEBUG", "1")
-    storm = await blow(weather, tmp_path, 1, 12)
+    storm = await blow(weather, tmp_path, 1, 30)
     assert storm.counts["stored"]
     assert storm.counts["tokens"]
 

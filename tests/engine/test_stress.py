@@ -13,8 +13,9 @@ import pytest
 import tierkv
 from tests import kit
 from tests.engine.rig import COMBINATIONS, Rig, running, wrap
+from tests.engine.storming import Sometimes
 from tierkv.abc import IoStatus
-from tierkv.testing.faults import Corrupting, Failing, Fault, Short, Slow
+from tierkv.testing.faults import Corrupting, Failing, Short, Slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,30 +129,6 @@ async def test_f004_without_write_through_and_with_cancels(codec: str, tmp_path:
         await rig.at_rest()
 
 
-class _Sometimes(Fault):
-    """Another fault, in a tenth of the calls."""
-
-    def __init__(self, inner: Fault, seed: int) -> None:
-        super().__init__(*inner.operations)
-        self._inner = inner
-        self._dice = random.Random(seed)
-
-    def due(self, operation: str) -> bool:
-        return self._inner.due(operation) and self._dice.random() < 0.1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def before(self, operation: str, threads: Any) -> None:
-        await self._inner.before(operation, threads)
-
-    def refuse(self, operation: str) -> Any:
-        return self._inner.refuse(operation)
-
-    def spoil(self, memory: memoryview) -> IoStatus:
-        return self._inner.spoil(memory)
-
-
 @pytest.mark.parametrize("kinds", ["nvme", "host+nvme"])
 async def test_faults_in_a_tenth_of_all_calls_cost_hits_and_nothing_else(
     kinds: str, tmp_path: Path
@@ -165,7 +142,7 @@ async def test_faults_in_a_tenth_of_all_calls_cost_hits_and_nothing_else(
         Slow(0.005, "read", "write", "delete"),
     ]
     tiers = kit.tiers(kinds, tmp_path, 30 * FRAME)
-    backends = wrap(tiers, {"nvme": [_Sometimes(f, i) for i, f in enumerate(faults)]})
+    backends = wrap(tiers, {"nvme": [Sometimes(f, i) for i, f in enumerate(faults)]})
     async with tierkv.open(
         tiers=tiers, space=SPACE, backends=list(backends.values()), tick=0.01
     ) as engine:

@@ -39,7 +39,7 @@ class LogFile:
         self._lines: list[bytes] = []
         self._size = 0
         self._broken = False
-        self._writing = False
+        self._writing = self._given_up = False
         try:
             self._file = Path(path).open("ab+", buffering=0)  # noqa: SIM115 - open as long as the engine
         except OSError as error:
@@ -82,10 +82,13 @@ class LogFile:
             self._break(str(error))
         finally:
             self._writing = False
+            if self._given_up:
+                self._file.close()
 
     def close(self) -> None:
         """Flush and close; blocks. Idempotent."""
         if self._writing:  # in a thread that was given up
+            self._given_up = True  # who is at it closes the file
             self._break("its disk does not answer")
         elif not self._file.closed:
             self.flush()

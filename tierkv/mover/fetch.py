@@ -242,8 +242,6 @@ class Fetcher:
         slices = await stage(self._core.staging, sizes)
         for flight, piece in zip(staged, slices, strict=True):
             flight._slice = piece
-        self._finish([f for f in staged if not f.users])  # all who wanted it were cancelled
-        flights = [f for f in flights if f.users or promotion.buffer_of(f) is not None]
         into: list[memoryview] = []
         requests = []
         for flight in flights:

@@ -7,11 +7,13 @@ Nothing is reported before that.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.types import EvictReason, MissReason
-from tierkv.errors import BackendError, CapacityError, CodecError
+from tierkv.errors import BackendError, CodecError
 from tierkv.mover.core import INLINE_BYTES, derivation, stored_part
 from tierkv.mover.scattering import (
     Arrived,
@@ -26,6 +28,7 @@ from tierkv.mover.scattering import (
     write,
     wrong_folds,
 )
+from tierkv.mover.staged import decoding_room
 from tierkv.mover.submitted import outlast
 
 if TYPE_CHECKING:
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Buffer, StoredPart
     from tierkv.blocks import PartId
-    from tierkv.buffers import Staging
     from tierkv.decisions.types import FoundPart
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher, Flight
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from tierkv.mover.load import LoadPlan
     from tierkv.mover.submitted import Sent
 
-__all__ = ["Landing", "Step", "decoding_room", "stop"]
+__all__ = ["Landing", "Step", "stop"]
 
 
 @dataclass(slots=True, eq=False)
@@ -94,21 +96,6 @@ def stop(plan: LoadPlan, reason: MissReason) -> None:
     """End a load before the block that it is at; the first reason stays."""
     if plan.progress.reason is None:
         plan.progress.reason = reason
-
-
-def decoding_room(staging: Staging, nbytes: int) -> tuple[memoryview | None, Buffer | None]:
-    """Host memory to decode into for a device, and the staging buffer that it is part of.
-
-    Whoever decodes holds staging memory that others wait for, so that waiting for more of it
-    could last for ever: where there is none, plain memory of the size of one window does.
-    """
-    if not nbytes:
-        return None, None
-    try:
-        buffer = staging.acquire_nowait(nbytes)
-    except CapacityError:
-        buffer = None
-    return (memoryview(bytearray(nbytes)), None) if buffer is None else (buffer.memory, buffer)
 
 
 class Landing:
@@ -302,16 +289,24 @@ class Landing:
 
     def _open(self) -> None:
         """Open all frames and look all views up, before large copies empty the caches."""
-        for item in self._ready:
-            plan = item.step.plan
-            for part in item.parts:
-                try:
-                    if not part.placed:
-                        open_part(part, plan.space, plan.root)
-                        if plan.target.device is None:
-                            prepare(part, plan.view, item.step.start)
-                except CodecError:
-                    item.bad = item.bad or part
+        for _, group in groupby(self._ready, key=lambda item: id(item.step.plan)):
+            items = list(group)
+            plan = items[0].step.plan
+            with nullcontext() if self._on_device(items[0]) else plan.view.writing():
+                for item in items:
+                    for part in item.parts:
+                        self._open_part(item, part)
+
+    def _open_part(self, item: _Ready, part: Arrived) -> None:
+        plan = item.step.plan
+        if part.placed:
+            return
+        try:
+            open_part(part, plan.space, plan.root)
+            if not self._on_device(item):
+                prepare(part, plan.view, item.step.start)
+        except CodecError:
+            item.bad = item.bad or part
 
     def _examine(self, item: _Ready) -> bool:
         plan, step = item.step.plan, item.step
@@ -330,7 +325,8 @@ class Landing:
                 flight.header, flight.checked = part.header, True
             if fresh and self._fetcher.wanted_above(self._core.levels[part.found.tier]):
                 item.news.append((part.found.tier, stored_part(part.header)))
-            item.derived = item.derived or derivation(part.header)
+            if part.copies is None or part.header.fidelity != "exact":  # raw frames lose nothing
+                item.derived = item.derived or derivation(part.header)
         return True
 
     @staticmethod
@@ -358,9 +354,9 @@ class Landing:
 
     def _touch(self) -> None:
         """Tell device tiers how long their frames are read."""
-        for item in self._ready:
+        for item in self._ready if self.sent else ():
             for part in item.parts:
-                if part.resident is not None and self.sent:
+                if part.resident is not None:
                     found = part.found
                     resident = self._core.levels[found.tier].resident
                     assert resident is not None

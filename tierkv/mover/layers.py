@@ -17,7 +17,6 @@ from tierkv.decisions.types import EvictReason
 from tierkv.errors import BackendError, CapacityError, ClosedError, CodecError, LoadIncomplete
 from tierkv.mover.core import INLINE_BYTES, derivation
 from tierkv.mover.find import tokens_by_tier
-from tierkv.mover.landing import decoding_room
 from tierkv.mover.ranges import BATCH_PARTS, LAYERS_AHEAD, Reader, Source
 from tierkv.mover.scattering import (
     Arrived,
@@ -31,6 +30,7 @@ from tierkv.mover.scattering import (
     wrong_folds,
 )
 from tierkv.mover.slices import sliced
+from tierkv.mover.staged import decoding_room
 from tierkv.mover.submitted import outlast
 
 if TYPE_CHECKING:

@@ -34,6 +34,8 @@ class Level:
         timer: Looks after them.
         stalled: Set while the tier is known to hang.
         probing: Whether a probe is under way.
+        probes: How many were started so far.
+        probed: When the last one was, on the engine's clock.
     """
 
     __slots__ = (
@@ -45,6 +47,8 @@ class Level:
         "failures",
         "flying",
         "index",
+        "probed",
+        "probes",
         "probing",
         "progress",
         "purging",
@@ -74,6 +78,8 @@ class Level:
         self.timer: asyncio.TimerHandle | None = None
         self.stalled = Signal()
         self.probing = False
+        self.probes = 0
+        self.probed = 0.0
         self._chain = chain
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ Nobody waits for them, and they take only memory that is free right now.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierkv.abc import ReadRequest
@@ -26,15 +27,20 @@ __all__ = ["probe", "refresh"]
 _PAGE = 4096
 _STALE_S = 5.0  # a tier is read for its cost alone once in this time, at most
 _PARTS = 8
+_LOST_S = 60.0  # one that has not come back by then keeps nobody from trying again
 _BYTES = 8 << 20
 
 
 def probe(core: Core, level: Level) -> None:
     """Try a read of a tier whose breaker is open, if it is time for it. Called at every tick."""
     now, breaker = core.clock(), core.decisions.costs.breaker(level.index, "read")
-    if level.memory is not None or breaker.closed or level.probing or not breaker.admits(now):
+    if level.memory is not None or breaker.closed or not breaker.admits(now):
         return
-    found = next(iter(core.decisions.parts(level.index)), None)
+    if level.probing and now - level.probed < _LOST_S:
+        return
+    # not the same part each time: it may be just the one that cannot be read
+    parts = list(islice(core.decisions.parts(level.index), _PARTS))
+    found = parts[level.probes % len(parts)] if parts else None
     if found is None:
         # nothing to read: nobody can come to harm
         if core.decisions.admit(level.index, "read", now):
@@ -67,7 +73,7 @@ def refresh(core: Core, level: Level, parts: Sequence[FoundPart]) -> None:
 
 
 def _start(core: Core, level: Level, requests: Sequence[ReadRequest]) -> None:
-    level.probing = True
+    level.probing, level.probes, level.probed = True, level.probes + 1, core.clock()
     try:
         core.workers.spawn(_read, core, level, requests, name="probe", lane=Lane.PREFETCH)
     except ClosedError:

@@ -11,6 +11,9 @@ from ctypes import memmove
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from tierkv.chains import RAW
 from tierkv.errors import IntegrityError, LayoutError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.sections import bits_over, find_pieces
@@ -23,25 +26,56 @@ if TYPE_CHECKING:
     from tierkv.abc import View
     from tierkv.frame import Header, Section
 
-__all__ = ["Pair", "copy_pairs", "raw_pairs"]
+__all__ = ["Pair", "all_raw", "copy_pairs", "raw_pairs"]
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+_REMEMBERED = 64
+
+Pair = tuple["torch.Tensor", "torch.Tensor | None", int, int]
+"""One copy, bit for bit: memory of the view; integers of the same shape and size to copy there, or
+None where both sides are contiguous; then where the source begins, and its length in bytes."""
 
 
-class Pair(NamedTuple):
-    """One copy, bit for bit.
+class _Row(NamedTuple):
+    """What a section needs for its copies, found out once for all frames of a group."""
 
-    Attributes:
-        target: Memory of the view.
-        source: Integers of the same shape and size; None if both sides are contiguous.
-        address: Where the source begins.
-        nbytes: Its length.
-    """
+    layer: int
+    tensor: str
+    shape: tuple[int, ...]
+    kind: torch.dtype
+    offset: int
+    nbytes: int
+    section: Section
 
-    target: torch.Tensor
-    source: torch.Tensor | None
-    address: int = 0
-    nbytes: int = 0
+
+class _Table(NamedTuple):
+    sections: Sequence[Section]
+    rows: list[_Row]
+    raw: bool
+
+
+# Frames of one group share one tuple of sections: by its identity, for a hash would read it all.
+_tables: dict[int, _Table] = {}
+
+
+def _table(sections: Sequence[Section]) -> _Table:
+    table = _tables.get(id(sections))
+    if table is not None and table.sections is sections:
+        return table
+    rows = [
+        _Row(*s[:2], s.shape, _torch_dtypes(s.dtype)[0], s.offset, s.nbytes, s) for s in sections
+    ]
+    table = _Table(sections, rows, all(s.chain == RAW for s in sections))
+    if isinstance(sections, tuple):  # it cannot change
+        if len(_tables) >= _REMEMBERED:
+            _tables.clear()
+        _tables[id(sections)] = table
+    return table
+
+
+def all_raw(header: Header) -> bool:
+    """Whether every section of a frame is stored raw."""
+    return _table(header.sections).raw
 
 
 @lru_cache(maxsize=64)
@@ -87,37 +121,48 @@ def raw_pairs(
         LayoutError: if the view does not fit.
     """
     out: list[list[Pair]] = []
-    words: dict[str, torch.Tensor] = {}
-    length, stop = len(frame), start + header.tokens
-    for section in sections:
-        layer, tensor, dtype, shape, _, offset, nbytes, _ = section
-        low, size = offset - base, DTYPE_BYTES[dtype]
-        if low < 0 or low + nbytes > length:
+    length, stop, per_token = len(frame), start + header.tokens, header.per_token
+    address = np.frombuffer(frame, np.uint8).__array_interface__["data"][0] - base
+    for layer, tensor, shape, kind, offset, nbytes, section in _table(sections).rows:
+        if offset < base or offset + nbytes > base + length:
             raise IntegrityError(f"layer {layer}, {tensor!r} is not inside the {length} bytes")
         if not nbytes:
             continue
-        whole = words.get(dtype)
-        if whole is None:
-            whole = words[dtype] = bits_over(frame, dtype, (length // size,))
-        kind, bits = _torch_dtypes(dtype)
-        found = view.pieces(layer, tensor, start, stop) if header.per_token else ()
+        found = view.pieces(layer, tensor, start, stop) if per_token else ()
         target = found[0][1] if len(found) == 1 and found[0][0] == start else None
-        if target is not None and (target.dtype is not kind or target.shape != shape):
+        if target is not None and target.dtype is kind and target.shape == shape:
+            if target.is_cpu and target.is_contiguous():
+                out.append([(target, None, address + offset, nbytes)])
+                continue
+        else:
             target = None  # `find_pieces` says what is wrong with it
-        if target is not None and target.is_cpu and target.is_contiguous():
-            out.append([Pair(target, None, whole.data_ptr() + low, nbytes)])
-            continue
-        source = whole.as_strided(shape, _strides(shape), low // size)
-        if target is not None:
-            _check(section, target)
-            out.append([Pair(target.view(bits), source)])
-            continue
-        out.append(pairs := [])
-        for at, piece in find_pieces(view, section[:4], start, header.tokens, header.per_token):
-            _check(section, piece)
-            some = source if piece.shape == shape else source.narrow(1, at, piece.shape[1])
-            pairs.append(Pair(piece.view(bits), some))
+        out.append(_strided(header, section, frame, base, view, start, target))
     return out
+
+
+def _strided(
+    header: Header,
+    section: Section,
+    frame: memoryview,
+    base: int,
+    view: View,
+    start: int,
+    target: torch.Tensor | None,
+) -> list[Pair]:
+    """The copies of a section whose memory in the view is not contiguous, or in several pieces."""
+    shape, size = section.shape, DTYPE_BYTES[section.dtype]
+    whole = bits_over(frame, section.dtype, (len(frame) // size,))
+    source = whole.as_strided(shape, _strides(shape), (section.offset - base) // size)
+    bits = _torch_dtypes(section.dtype)[1]
+    if target is not None:
+        _check(section, target)
+        return [(target.view(bits), source, 0, 0)]
+    pairs: list[Pair] = []
+    for at, piece in find_pieces(view, section[:4], start, header.tokens, header.per_token):
+        _check(section, piece)
+        some = source if piece.shape == shape else source.narrow(1, at, piece.shape[1])
+        pairs.append((piece.view(bits), some, 0, 0))
+    return pairs
 
 
 def _check(section: Section, piece: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from tierkv.device import fold_digests
 from tierkv.errors import CodecError, IntegrityError
 from tierkv.fitting import check_identity, check_layout
 from tierkv.frame import padded_bytes
-from tierkv.mover.rawcopies import copy_pairs, raw_pairs
+from tierkv.mover.rawcopies import all_raw, copy_pairs, raw_pairs
 from tierkv.mover.submitted import submitting
 from tierkv.pipeline import deliver, open_frame, verify
 from tierkv.sections import bits_over, decode_section, digests, find_pieces, stored_bytes
@@ -222,7 +222,7 @@ def prepare(part: Arrived, view: View, start: int) -> None:
     """Find out what has to be copied for an opened part that is stored raw. For a worker.
 
     It takes as long as many small copies do, and longer when a large one has just emptied the
-    caches: do it for all blocks of a window first.
+    caches: do it for all blocks of a window first, inside ``view.writing()``.
 
     Raises:
         IntegrityError: if a section is not inside the frame.
@@ -230,9 +230,8 @@ def prepare(part: Arrived, view: View, start: int) -> None:
     """
     header = part.header
     assert header is not None
-    if not part.placed and all(section.chain == RAW for section in header.sections):
-        with view.writing():
-            part.copies = raw_pairs(header, header.sections, part.memory, part.base, view, start)
+    if not part.placed and all_raw(header):
+        part.copies = raw_pairs(header, header.sections, part.memory, part.base, view, start)
 
 
 def write(order: Order, view: View, layers: Container[int] | None = None) -> None:

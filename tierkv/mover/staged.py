@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierkv.errors import CapacityError
 from tierkv.frame import page_round
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Buffer
     from tierkv.buffers import Staging
 
-__all__ = ["Slice", "stage", "stage_nowait"]
+__all__ = ["Slice", "decoding_room", "stage", "stage_nowait"]
 
 
 class _Slab:
@@ -79,6 +80,21 @@ def stage_nowait(
         return []
     buffer = staging.acquire_nowait(_total(sizes), background=background)
     return None if buffer is None else _cut(buffer, sizes)
+
+
+def decoding_room(staging: Staging, nbytes: int) -> tuple[memoryview | None, Buffer | None]:
+    """Host memory to decode into for a device, and the staging buffer that it is part of.
+
+    Whoever decodes holds staging memory that others wait for, so that waiting for more of it
+    could last for ever: where there is none, plain memory of the size of one window does.
+    """
+    if not nbytes:
+        return None, None
+    try:
+        buffer = staging.acquire_nowait(nbytes)
+    except CapacityError:
+        buffer = None
+    return (memoryview(bytearray(nbytes)), None) if buffer is None else (buffer.memory, buffer)
 
 
 def _total(sizes: Sequence[int]) -> int:

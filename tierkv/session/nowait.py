@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from tierkv.blocks import part_id
+from tierkv.blocks import PartId, part_id
 from tierkv.chains import RAW
 from tierkv.errors import ClosedError, IntegrityError, LayoutError
 from tierkv.pipeline import open_frame, verify
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierkv.blocks import PartId
     from tierkv.frame import Header
     from tierkv.mover.core import Core
     from tierkv.session.base import Handle
     from tierkv.session.table import SessionState
 
 __all__ = ["Held", "get_nowait"]
+
+_GROUP_0: Final = (0).to_bytes(2, "little")  # as part_id names it
 
 
 class Held:
@@ -155,14 +156,10 @@ def get_nowait(session: Handle, block: int, group: int = 0) -> Held | None:
     keys = state.chain.keys
     if not 0 <= block < len(keys):
         return None
-    part = part_id(keys[block], group)
-    found = core.decisions.hold_part(part, core.clock())
-    if found is None:
-        return None
-    if core.levels[found[1]].memory is None:  # there may be another copy behind a device's
-        core.free(core.decisions.release(found[0], core.clock()))
-        near = sum(1 << level.index for level in core.levels if level.memory is not None)
-        found = core.decisions.hold_part(part, core.clock(), tiers=near)
-        if found is None:
-            return None
-    return Held(core, state, part, found)
+    part = part_id(keys[block], group) if group else PartId(keys[block] + _GROUP_0)
+    levels = core.levels
+    ram = -1
+    if len(levels) > 1 or levels[0].memory is None:
+        ram = sum(1 << level.index for level in levels if level.memory is not None)
+    found = core.decisions.hold_part(part, core.clock(), False, ram)
+    return None if found is None else Held(core, state, part, found)
