@@ -1,7 +1,8 @@
 """Codec chains on the KV of real models and on synthetic KV: size, speed, fidelity.
 
-Run ``python -m benchmarks.codecs [--json] [--models smollm2,gemma3] [--chains ...]``. One row for
-each model and chain; ``exact_first`` tells rows whose first block was kept exact. Speed is GB of
+Run ``python -m benchmarks.codecs [--json] [--models smollm2,gemma3] [--chains ...]``. Chains are
+separated by commas, or by semicolons where rules have commas in them. One row for each model and
+chain; ``exact_first`` tells rows whose first block was kept exact. Speed is GB of
 raw bytes per second of processor time of one thread, on tensors as long as the prefix, and against
 a plain copy of the same memory measured in turns with it; ``fast`` says whether compiled kernels
 ran.
@@ -19,7 +20,7 @@ import torch
 from benchmarks.report import emit
 from tierkv_adapters.hf.report.coding import Speed
 from tierkv_adapters.hf.report.command import subject_of
-from tierkv_adapters.hf.report.rows import CHAINS, Row, measure
+from tierkv_adapters.hf.report.rows import CHAINS, Row, listed, measure
 from tierkv_codecs.kernels import available
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in args.models.split(","):
         subject, kv = _subject(model)
         rows = []
-        for chain in args.chains.split(","):
+        for chain in listed(args.chains):
             rows.append(measure(kv, chain, subject=subject))
             if subject is not None and not rows[-1].lossless:
                 rows.append(measure(kv, chain, subject=subject, exact_first=1, timed=False))

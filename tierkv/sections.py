@@ -261,16 +261,20 @@ def verify(
     Raises:
         IntegrityError: if a section is damaged or not inside ``frame``.
     """
-    pieces, chosen = [], []
+    pieces, chosen, folded = [], [], header.folded
     for section, due in zip(header.sections, header.digests, strict=True):
         if layers is not None and section.layer not in layers:
             continue
         low, high = section.offset - base, section.end - base
         if low < 0 or high > len(frame):
             raise _damaged(section)
+        if not folded:
+            if checksum(frame[low:high]) != due:
+                raise _damaged(section)
+            continue
         pieces.append(frame[low:high])
         chosen.append((section, due))
-    for (section, due), digest in zip(chosen, digests(pieces, header.folded), strict=True):
+    for (section, due), digest in zip(chosen, digests(pieces, folded), strict=True):
         if digest != due:
             raise _damaged(section)
 

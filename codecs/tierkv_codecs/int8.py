@@ -60,7 +60,8 @@ class _PerThread(threading.local):
             return torch.empty(shape, dtype=dtype)
         kept = self.rooms.get(dtype)
         if kept is None:
-            kept = self.rooms[dtype] = torch.empty(_TILE, dtype=dtype)
+            with torch.inference_mode(False):  # what is made in that mode is of no use outside it
+                kept = self.rooms[dtype] = torch.empty(_TILE, dtype=dtype)
         return kept[:count].view(shape)
 
 

@@ -18,7 +18,8 @@ Encoding of rotated tensors: the row of steps (8 bytes), one byte of step a row,
 A constant row is not exact: it is rotated like any other. ``k``, and rows of zeros, are.
 
 Passes over memory: in tiles that stay in the cache, a transposition, ``log2(dim)`` steps of the
-transform and the codes. With the extra ``fast`` decoding to bfloat16 is one pass over a row.
+transform and the codes. With the extra ``fast`` and contiguous bfloat16, a few rows at a time go
+through all steps in memory that the thread keeps.
 """
 
 from __future__ import annotations
@@ -147,17 +148,24 @@ def _rotate_fast(source: torch.Tensor, found: torch.Tensor) -> bool:
     return True
 
 
-def _decode_fast(data: memoryview, step: torch.Tensor, into: torch.Tensor) -> bool:
-    """Decode four-bit codes in one compiled pass; False if there is no kernel for this tensor."""
+def _decode_fast(data: memoryview, bits: int, step: torch.Tensor, into: torch.Tensor) -> bool:
+    """Decode in one compiled pass; False if there is no kernel for this tensor."""
     import numpy as np
+    import torch
 
-    dim = into.shape[-1]
-    rows = len(step)
+    dim, rows = into.shape[-1], len(step)
     out, loop = bits16(into, (rows, dim)), kernel("levels_by_row")
     if out is None or loop is None:
         return False
-    packed = over(data, "uint8", (-(-rows // 2), dim)).numpy()
-    loop(packed, tuple(map(np.float32, _LEVELS[4])), step.numpy(), *_rotation(dim), out)
+    if bits == 4:
+        codes = over(data, "uint8", (-(-rows // 2), dim))
+    else:
+        codes = torch.empty((rows, dim), dtype=torch.uint8)
+        unpack(data, bits, codes)
+        codes.add_(8 - (1 << bits - 1))  # levels of fewer bits stand in the middle of sixteen
+    half = _LEVELS[bits]
+    levels = tuple(map(np.float32, (*half, *half[-1:] * (8 - len(half)))))
+    loop(codes.numpy(), levels, step.numpy(), *_rotation(dim), out)
     return True
 
 
@@ -240,7 +248,7 @@ class Rotated(Grouped):
         rows = prod(shape[:-1])
         step = read_row(self.name, data, (rows,))
         packed = data[ROW_BYTES + rows :]
-        if self.bits == 4 and _decode_fast(packed, step, into):
+        if _decode_fast(packed, self.bits, step, into):
             return
         codes = torch.empty((rows, dim), dtype=torch.uint8)
         unpack(packed, self.bits, codes)

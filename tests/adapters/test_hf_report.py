@@ -16,7 +16,7 @@ from tierkv.testing.codecs import same_bits, sample
 from tierkv_adapters.hf.report import codec_report, command
 from tierkv_adapters.hf.report.coding import BLOCK, code, speed
 from tierkv_adapters.hf.report.fidelity import Subject, default_text
-from tierkv_adapters.hf.report.rows import Row, measure, recommend
+from tierkv_adapters.hf.report.rows import Row, listed, measure, recommend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -237,3 +237,14 @@ def test_synthetic_kv_has_outlier_channels_and_tokens() -> None:
     channels, tokens = k.float().abs().amax((0, 1)), v.float().abs().amax((0, 2))
     assert float(channels.max() / channels.median()) > 5
     assert float(tokens.max() / tokens.median()) > 1.5
+
+
+def test_lists_of_chains_and_of_rules() -> None:
+    assert listed("int8, int4+zstd") == ["int8", "int4+zstd"]
+    assert listed("K:int8,V:int4; planes") == ["K:int8,V:int4", "planes"]
+    assert listed("K:int8,V:int4") == ["K:int8,V:int4"]
+
+
+def test_rules_are_timed_section_by_section() -> None:
+    pace = speed(some_kv(BLOCK), "0:raw,K:int8,V:rot4+zstd")
+    assert min(pace) > 0

@@ -45,7 +45,7 @@ class Silent(CpuDevice):
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierkv_backends.device.backend._CLOSE_S", 0.05)
-    monkeypatch.setattr("tierkv_backends.device.copies._LOOK_S", 0.01)
+    monkeypatch.setattr("tierkv.device.waiting._LOOK_S", 0.01)
 
 
 @pytest.mark.parametrize("cancel", [False, True])

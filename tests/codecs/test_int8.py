@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -204,3 +206,16 @@ def test_size_is_near_one_byte_per_element() -> None:
 def test_only_floats_of_two_bytes_or_more_are_supported(dtype: str, supported: bool) -> None:
     spec = TensorSpec("k", dtype, (2, 8))
     assert CODEC.supports(Layer(0, (spec,)), spec) is supported
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_memory_kept_from_inference_mode_is_good_outside_it(dtype: str) -> None:
+    source = sample(dtype, (2, 16, 8), 12)
+    with ThreadPoolExecutor(1) as pool:  # a thread that has kept nothing yet
+
+        def inside() -> torch.Tensor:
+            with torch.inference_mode():
+                return there_and_back(source, "v").clone()
+
+        first = pool.submit(inside).result()
+        assert torch.equal(pool.submit(there_and_back, source, "v").result(), first)

@@ -100,6 +100,27 @@ def test_loops_and_torch_give_the_same_bits(
     assert same_bits(found + 0, expected + 0)
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", [(2, 203, 128), (3, 64, 192)])
+def test_wide_registers_give_the_same_bits(
+    codec: TensorBytesCodec, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels.available():
+        pytest.skip("numba is not installed")
+    source = sample("bfloat16", shape, 11) * sample("bfloat16", (shape[0], 1, shape[2]), 12).exp()
+    source[0, 5] = -0.0
+    source[1, :, 7] *= 1e-38
+    for tensor in ("k", "v"):
+        found = []
+        for find in (lambda name: None, kernels.kernel):
+            use(monkeypatch, find)
+            data = bytearray(codec.encoded_bytes(shape, "bfloat16", tensor))
+            codec.encode(source, tensor, memoryview(data))
+            found.append((data, decoded(codec, data, source, tensor) + 0))
+        assert found[0][0] == found[1][0]
+        assert same_bits(found[0][1], found[1][1])
+
+
 def test_planes_split_and_merge_the_same(
     find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,7 @@ async def test_a_window_that_hangs_keeps_what_came_before_it(number: int, tmp_pa
     hanging = _HangsAt(number)
     hanging.active = False
     async with ready(
-        "nvme", tmp_path, faults={"nvme": [hanging]}, tier_timeout="100ms", threads=8
+        "nvme", tmp_path, faults={"nvme": [hanging]}, tier_timeout="1s", threads=8
     ) as (_, session, kv):
         hanging.active = True
         back = kit.Memory(session.space.layout, len(IDS))

@@ -105,6 +105,7 @@ async def test_f046_many_prefetches_end_and_give_everything_back(tmp_path: Path)
             await session.flush()
         for number in range(count):
             if number % 10 == 0:
+                await rig.settle()  # those of before hold leases
                 rig.cool()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0):

@@ -21,7 +21,7 @@ async def test_f046_no_slot_and_no_lease_stays_with_a_read_that_hangs(tmp_path: 
     ids, kv = kit.tokens(4), kit.Memory(SPACE.layout, 64, seed=1)
     hanging = Hanging("read")
     tiers = make_tiers("device+nvme", tmp_path)
-    async with on_device(tiers, {"nvme": [hanging]}, tier_timeout="50ms") as rig:
+    async with on_device(tiers, {"nvme": [hanging]}, tier_timeout="1s") as rig:
         async with rig.engine.session("a") as session:
             await session.store(ids, kv.view)
             await session.flush()

@@ -13,7 +13,7 @@ import pytest
 import tierkv
 from tests import kit
 from tests.engine.rig import COMBINATIONS, Rig, running, wrap
-from tests.engine.storming import Sometimes
+from tests.engine.storm_world import Sometimes
 from tierkv.abc import IoStatus
 from tierkv.testing.faults import Corrupting, Failing, Short, Slow
 

@@ -207,6 +207,8 @@ class Backend(ABC):
     kind: ClassVar[str]
     durable: ClassVar[bool] = False
     """Whether parts survive the process."""
+    shared: ClassVar[bool] = False
+    """Whether other processes use the same medium: an I/O error says nothing of the bytes then."""
 
     name: str
     """Name of the tier, unique in the engine."""

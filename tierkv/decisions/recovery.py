@@ -61,8 +61,11 @@ def recover(
         if expiry < inf:
             at.calendar.add(row, expiry)
         at.ledger.charge(tier, tenant, nbytes, 0)
+        hole = not index.resident[row]
         at.place(row, tier, nbytes, lossless=stored.lossless, clock=at.clock)
         index.pending[row] &= ~(1 << tier)
+        if hole:  # of parts that a faster tier kept
+            at.refilled(row)
         kept.append(stored)
     _link(at, kept)
     at.spread(len(index) + 1)

@@ -19,6 +19,7 @@ from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
 from tierkv.session.base import check_fidelity
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
+from tierkv.session.match import HASH_INLINE_TOKENS
 from tierkv.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ class Engine(Lifecycle):
         handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
         keys = state.chain.keys
         if tokens is not None:
-            chain = state.chain.fork()
-            await self.workers.run(chain.follow, as_token_ids(tokens))
+            chain, ids = state.chain.fork(), as_token_ids(tokens)
+            if len(ids) <= HASH_INLINE_TOKENS:
+                chain.follow(ids)
+            else:
+                await self.workers.run(chain.follow, ids)
             keys = chain.keys
         return handle.promote(keys)
 

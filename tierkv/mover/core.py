@@ -236,6 +236,7 @@ class Core(Traffic):
         if result.status is IoStatus.SHORT:
             self.damaged(found.part, found.tier, found.generation, "short")
             return EvictReason.DAMAGED
-        if not passes(result.error) and not self.closed:
+        shared = self.levels[found.tier].backend.shared
+        if not passes(result.error, shared=shared) and not self.closed:
             self.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
         return EvictReason.FAILED

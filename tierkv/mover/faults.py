@@ -32,14 +32,17 @@ _PASSING = frozenset(
 )
 
 
-def passes(error: BaseException | None) -> bool:
+def passes(error: BaseException | None, *, shared: bool) -> bool:
     """Whether a failed read tells of this process or moment, and nothing of what was to be read.
 
-    Then the copy stays: on a shared medium others read it well, and would miss it.
+    Then the copy stays: on a ``shared`` medium others read it well, and would miss it. EIO is what
+    such a mount says whose server does not answer; a disk of our own means a bad sector by it.
     """
     if isinstance(error, BackendError):
         return error.retryable
-    return isinstance(error, OSError) and error.errno in _PASSING
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _PASSING or (shared and error.errno == errno.EIO)
 
 
 class FaultLog:

@@ -98,6 +98,10 @@ def stop(plan: LoadPlan, reason: MissReason) -> None:
         plan.progress.reason = reason
 
 
+def _on_device(item: _Ready) -> bool:
+    return item.step.plan.target.device is not None
+
+
 class Landing:
     """One window on its way from memory into the views."""
 
@@ -151,7 +155,7 @@ class Landing:
         try:
             await self.settle()
         except BackendError:
-            self._broken |= {id(item.step.plan) for item in self._ready if self._on_device(item)}
+            self._broken |= {id(item.step.plan) for item in self._ready if _on_device(item)}
         for item in self._ready:
             self._account(item)
 
@@ -292,7 +296,7 @@ class Landing:
         for _, group in groupby(self._ready, key=lambda item: id(item.step.plan)):
             items = list(group)
             plan = items[0].step.plan
-            with nullcontext() if self._on_device(items[0]) else plan.view.writing():
+            with nullcontext() if _on_device(items[0]) else plan.view.writing():
                 for item in items:
                     for part in item.parts:
                         self._open_part(item, part)
@@ -303,7 +307,7 @@ class Landing:
             return
         try:
             open_part(part, plan.space, plan.root)
-            if not self._on_device(item):
+            if not _on_device(item):
                 prepare(part, plan.view, item.step.start)
         except CodecError:
             item.bad = item.bad or part
@@ -363,10 +367,6 @@ class Landing:
                     resident.touched(found.part, found.generation, self.sent[-1][1])
 
     # ------------------------------------------------------------------ reporting
-
-    @staticmethod
-    def _on_device(item: _Ready) -> bool:
-        return item.step.plan.target.device is not None
 
     def _refuse(self, step: Step, bad: Arrived) -> None:
         found = bad.found

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from tierkv.decisions.cost import LoadChoice, Run
     from tierkv.session.handle import Session
 
-__all__ = ["LoadResult", "Match", "follow", "make_query"]
+__all__ = ["HASH_INLINE_TOKENS", "LoadResult", "Match", "follow", "make_query"]
 
-_HASH_INLINE_TOKENS = 8192
+HASH_INLINE_TOKENS = 8192
+"""Most new tokens that are hashed on the loop: about a millisecond."""
 _REPLANS = 8
 _NEED_ALL = (GroupKind.FULL, GroupKind.LATENT)
 
@@ -366,7 +367,7 @@ async def follow(
     chain = state.chain
     token_ids = as_token_ids(token_ids)
     new = len(token_ids) - len(chain.tokens)
-    if new <= _HASH_INLINE_TOKENS and len(token_ids) <= 8 * _HASH_INLINE_TOKENS:
+    if new <= HASH_INLINE_TOKENS and len(token_ids) <= 8 * HASH_INLINE_TOKENS:
         return chain, state.follow(token_ids, media)
     # in a thread on a copy: whoever reads the history meanwhile sees all of it or nothing
     longer = chain.fork()

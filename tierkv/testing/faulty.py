@@ -49,6 +49,11 @@ class Faulty(Backend):
         """As of the wrapped backend."""
         return self.inner.durable
 
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """Whether other processes use the medium."""
+        return self.inner.shared
+
     async def open(self, threads: Threads) -> Sequence[StoredPart]:
         """Open the wrapped backend."""
         self._threads = threads

@@ -133,11 +133,7 @@ class DeviceBackend(ResidentBackend):
             name = "cuda:0" if torch.cuda.is_available() else "cpu"
             why = "torch sees a GPU" if name != "cpu" else "no GPU here: RAM stands in for one"
             _log.info("tier %r: device %s (%s)", self.name, name, why)
-        try:
-            found: Device = resolve("devices", name.partition(":")[0])(name)
-        except BackendError as error:  # it names the device, which is no tier
-            raise BackendError(self.name, f"device {name!r}: {error}") from error
-        self._own = found
+        self._own = found = _make(self.name, name)
         return found, found.available()
 
     async def read(
@@ -344,3 +340,11 @@ class DeviceBackend(ResidentBackend):
         counts["bytes_copied"] += total
         counts[operations] += number
         counts[volume] += total
+
+
+def _make(tier: str, name: str) -> Device:
+    try:
+        found: Device = resolve("devices", name.partition(":")[0])(name)
+    except BackendError as error:  # it names the device, which is no tier
+        raise BackendError(tier, f"device {name!r}: {error}") from error
+    return found

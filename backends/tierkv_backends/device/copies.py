@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-import anyio
-
 from tierkv.abc import Move
+from tierkv.device import outlast
 from tierkv.errors import ClosedError, IntegrityError
 from tierkv.frame import decode_header
 from tierkv.views import over
@@ -23,50 +22,9 @@ if TYPE_CHECKING:
     from tierkv.frame import Header
     from tierkv_backends.device.pool import DevicePool
 
-__all__ = ["Batch", "Traffic", "outlast"]
+__all__ = ["Batch", "Traffic"]
 
 _INLINE: Final = 512 << 10  # a copy below this costs less than the way to a thread and back
-_LOOK_S: Final = 0.25  # how soon a wait without end notices that it was given up
-
-
-async def outlast(device: Device, event: Event, given_up: Callable[[], bool] = bool) -> bool:
-    """Wait for an event, come what may.
-
-    Args:
-        device: Whose event.
-        event: What to wait for.
-        given_up: Asked now and then: whether nobody believes any more that it will ever be done.
-
-    Returns:
-        Whether it is done; False if it was given up.
-
-    Raises:
-        Exception: whatever a broken device raises; the event then counts as never done.
-
-    Cancellation: re-raised once the event is done, or given up.
-    """
-    try:
-        return await _wait(device, event, given_up)
-    except asyncio.CancelledError as error:
-        cancelled = error
-    # a cancelled scope cancels again at every turn of the loop unless a shield stops it
-    with anyio.CancelScope(shield=True):
-        while not is_done(event) and not given_up():
-            try:
-                await _wait(device, event, given_up)
-            except asyncio.CancelledError as error:
-                cancelled = error  # a native one: no scope may swallow it
-            except Exception:  # noqa: BLE001 - broken meanwhile: there is nothing to wait for
-                break
-    raise cancelled
-
-
-async def _wait(device: Device, event: Event, given_up: Callable[[], bool]) -> bool:
-    while not given_up():
-        with anyio.move_on_after(_LOOK_S):
-            await device.wait(event)
-            return True
-    return is_done(event)
 
 
 class Batch:

@@ -69,6 +69,7 @@ class FileBackend(Backend):
 
     kind: ClassVar[str] = "file"
     durable: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
 
     def __init__(self, tier: Tier) -> None:
         check_options(tier, ("sync", "threads"))

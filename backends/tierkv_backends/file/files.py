@@ -9,14 +9,13 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from tierkv.abc import IoResult, IoStatus
-from tierkv.errors import BackendError
 from tierkv_backends.file.catalog import pages
 from tierkv_backends.results import SHORT, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from tierkv.abc import IoResult
     from tierkv_backends.file.root import Root
 
 __all__ = ["Files", "ShortFileError", "StoppedError", "gone", "real_bytes", "result_of"]
@@ -246,16 +245,8 @@ def real_bytes(info: os.stat_result) -> int:
 
 
 def result_of(error: OSError) -> IoResult:
-    """Result of an item whose I/O raised ``error``.
-
-    EIO is what a mount says whose server does not answer: the file may be as good as ever.
-    """
-    if isinstance(error, ShortFileError):
-        return SHORT
-    if error.errno == errno.EIO:
-        passing = BackendError("file", str(error), retryable=True)
-        return IoResult(IoStatus.ERROR, passing)
-    return failure(error)
+    """Result of an item whose I/O raised ``error``."""
+    return SHORT if isinstance(error, ShortFileError) else failure(error)
 
 
 def gone(error: OSError) -> bool:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from tierkv.abc import OK, DirectIo, IoResult, IoStatus, Move
+from tierkv.device import outlast
 from tierkv.errors import ClosedError
-from tierkv_backends.device.copies import outlast
 from tierkv_backends.device.pool import keep_for_ever
 from tierkv_backends.nvme.gds import DeviceArray
 from tierkv_backends.nvme.reaper import Flight, Reaper, Ticket

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tierkv.blocks import BlockKey, Identity, part_id
-from tierkv.chains import parse_chain
+from tierkv.chains import parse_chains
 from tierkv.errors import CodecError
 from tierkv.layout import Group, GroupKind, Layer, Layout, Space
 from tierkv.pipeline import PartLabel, Pipeline, deliver, open_frame
@@ -18,7 +18,7 @@ from tierkv.views import dense, over
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.chains import Chain
+    from tierkv.chains import Chain, Chains
 
 __all__ = ["BLOCK", "Coded", "Speed", "code", "speed"]
 
@@ -104,50 +104,61 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 class _Bench:
-    """One chain over many tensors, each with memory of its own."""
+    """One chain, or rules, over many tensors, each with memory of its own."""
 
-    def __init__(self, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], chain: Chain) -> None:
-        self.chain = chain
-        self.tensors = [(t.contiguous(), name) for k, v in kv for t, name in ((k, "k"), (v, "v"))]
+    def __init__(
+        self, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], chains: Chain | Chains
+    ) -> None:
+        named = [
+            (i, t.contiguous(), name)
+            for i, pair in enumerate(kv)
+            for t, name in zip(pair, "kv", strict=True)
+        ]
+        self.tensors = [(t, name) for _, t, name in named]
+        self.chains = [chains.of(i, name) for i, _, name in named]
         self.targets = [torch.zeros_like(t) for t, _ in self.tensors]
-        self.packed = [memoryview(bytearray(self._packed_bytes(t, n))) for t, n in self.tensors]
+        self.packed = [
+            memoryview(bytearray(self._packed_bytes(chain, *row)))
+            for chain, row in zip(self.chains, self.tensors, strict=True)
+        ]
         self.stored = [memoryview(bytearray(len(p) + 64)) for p in self.packed]
         self.lengths = [0] * len(self.tensors)
 
-    def _packed_bytes(self, tensor: torch.Tensor, name: str) -> int:
+    def _packed_bytes(self, chain: Chain, tensor: torch.Tensor, name: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return self.chain.packed_bytes(tuple(tensor.shape), dtype, name)
+        return chain.packed_bytes(tuple(tensor.shape), dtype, name)
 
     def copy(self) -> None:
         for (tensor, _), target in zip(self.tensors, self.targets, strict=True):
             target.copy_(tensor)
 
     def encode(self) -> None:
-        rows = zip(self.tensors, self.packed, self.stored, strict=True)
-        for i, ((tensor, name), packed, stored) in enumerate(rows):
+        rows = zip(self.chains, self.tensors, self.packed, self.stored, strict=True)
+        for i, (chain, (tensor, name), packed, stored) in enumerate(rows):
             data = packed
-            if self.chain.packing:
-                self.chain.pack(tensor, name, packed)
+            if chain.packing:
+                chain.pack(tensor, name, packed)
             else:
                 data = _memory(tensor)
-            if self.chain.squeezer is not None:
-                nbytes = self.chain.squeezer.encode(data, stored)
+            if chain.squeezer is not None:
+                nbytes = chain.squeezer.encode(data, stored)
                 if nbytes is None:
-                    raise CodecError(f"{self.chain.name}: more than 64 bytes longer than its input")
+                    raise CodecError(f"{chain.name}: more than 64 bytes longer than its input")
                 self.lengths[i] = nbytes
-            elif not self.chain.packing:
+            elif not chain.packing:
                 over(packed, "uint8", (len(packed),)).copy_(over(data, "uint8", (len(data),)))
 
     def decode(self) -> None:
-        rows = zip(self.tensors, self.targets, self.packed, self.stored, self.lengths, strict=True)
-        for (_, name), target, packed, stored, nbytes in rows:
+        places = zip(self.targets, self.packed, self.stored, self.lengths, strict=True)
+        rows = zip(self.chains, self.tensors, places, strict=True)
+        for chain, (_, name), (target, packed, stored, nbytes) in rows:
             room = _memory(target)
-            if self.chain.squeezer is not None:
-                into = packed if self.chain.packing else room
-                self.chain.squeezer.decode(stored[:nbytes], into)
-            if self.chain.packing:
-                self.chain.unpack(packed, name, target)
-            elif self.chain.squeezer is None:
+            if chain.squeezer is not None:
+                into = packed if chain.packing else room
+                chain.squeezer.decode(stored[:nbytes], into)
+            if chain.packing:
+                chain.unpack(packed, name, target)
+            elif chain.squeezer is None:
                 over(room, "uint8", (len(room),)).copy_(over(packed, "uint8", (len(packed),)))
 
 
@@ -163,7 +174,7 @@ def speed(kv: Sequence[tuple[torch.Tensor, torch.Tensor]], chain: str) -> Speed:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        bench = _Bench(kv, parse_chain(chain))
+        bench = _Bench(kv, parse_chains(chain))
         steps = (bench.encode, bench.decode, bench.copy)
         loops = []
         for step in steps:

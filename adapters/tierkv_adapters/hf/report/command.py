@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tierkv.chains import parse_chain
+from tierkv.chains import parse_chains
 from tierkv.errors import ConfigError
 from tierkv_adapters.hf.demo.loading import find_model, load_model
 from tierkv_adapters.hf.probe import check_supported
 from tierkv_adapters.hf.report.coding import BLOCK
 from tierkv_adapters.hf.report.fidelity import Subject, default_text
-from tierkv_adapters.hf.report.rows import CHAINS, Row, measure, plot, recommend
+from tierkv_adapters.hf.report.rows import CHAINS, Row, listed, measure, plot, recommend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,9 @@ def codec_report(
     text: Annotated[
         Path | None, typer.Option(help="Text file; default: Python's own help.")
     ] = None,
-    chains: Annotated[str, typer.Option(help="Chains, separated by commas.")] = ",".join(CHAINS),
+    chains: Annotated[
+        str, typer.Option(help="Chains, separated by commas; by semicolons if rules have commas.")
+    ] = ",".join(CHAINS),
     prefix: Annotated[int, typer.Option(min=BLOCK, help="Tokens that are stored.")] = 1024,
     scored: Annotated[int, typer.Option(min=2, help="Tokens read after them.")] = 512,
     kl_bound: Annotated[float, typer.Option(help="Most KL of the recommended chain.")] = 1e-3,
@@ -49,8 +51,8 @@ def codec_report(
 
     Chains marked with a star were measured with the first block of the prefix kept exact.
     """
-    names = [name.strip() for name in chains.split(",")]
-    lossless = {name: parse_chain(name).lossless for name in names}  # wrong names fail at once
+    names = listed(chains)
+    lossless = {name: parse_chains(name).lossless for name in names}  # wrong names fail at once
     kind = {"bfloat16", "float16", "float32"}
     if dtype not in kind:
         raise ConfigError(f"--dtype {dtype!r} is none of {', '.join(sorted(kind))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tierkv.chains import parse_chain
+from tierkv.chains import parse_chains
 from tierkv.errors import MissingDependencyError
 from tierkv_adapters.hf.report.coding import code, speed
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tierkv_adapters.hf.report.fidelity import Subject
 
-__all__ = ["CHAINS", "Row", "measure", "plot", "recommend"]
+__all__ = ["CHAINS", "Row", "listed", "measure", "plot", "recommend"]
 
 CHAINS: Final = (
     "raw",
@@ -35,6 +35,16 @@ CHAINS: Final = (
     "rot2",
 )
 """What is measured by default."""
+
+
+def listed(text: str) -> list[str]:
+    """Chains of a list: separated by commas, or by semicolons, where rules have commas in them.
+
+    >>> listed("int8, int4+zstd"), listed("K:int8,V:int4; planes")
+    (['int8', 'int4+zstd'], ['K:int8,V:int4', 'planes'])
+    """
+    mark = ";" if ";" in text or ":" in text else ","
+    return [chain.strip() for chain in text.split(mark) if chain.strip()]
 
 
 class Row(NamedTuple):
@@ -96,7 +106,7 @@ def measure(
     return Row(
         chain=chain,
         exact_first=exact_first,
-        lossless=parse_chain(chain).lossless,
+        lossless=parse_chains(chain).lossless,
         bits_per_element=done.bits,
         ratio=done.ratio,
         encode_GBps=pace and pace.encode,
