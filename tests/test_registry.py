@@ -23,6 +23,7 @@ BUILT_IN = [
     ("codecs", "int4", abc.TensorBytesCodec),
     ("codecs", "int6", abc.TensorBytesCodec),
     ("codecs", "int8", abc.TensorBytesCodec),
+    ("codecs", "lowrank", abc.TensorBytesCodec),
     ("codecs", "lz4", abc.BytesCodec),
     ("codecs", "planes", abc.BytesCodec),
     ("codecs", "raw", abc.TensorBytesCodec),

@@ -41,6 +41,7 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("codecs", "int4"): ("tierkv_codecs.grouped:Int4", _CORE_HINT),
     ("codecs", "int6"): ("tierkv_codecs.grouped:Int6", _CORE_HINT),
     ("codecs", "int8"): ("tierkv_codecs.int8:Int8", _CORE_HINT),
+    ("codecs", "lowrank"): ("tierkv_codecs.lowrank:LowRank", _CORE_HINT),
     ("codecs", "lz4"): ("tierkv_codecs.lz4:Lz4", _CORE_HINT),
     ("codecs", "planes"): ("tierkv_codecs.planes:Planes", _CORE_HINT),
     ("codecs", "raw"): ("tierkv_codecs.raw:Raw", _CORE_HINT),
@@ -59,7 +60,6 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
 _PLANNED: Final[dict[str, frozenset[str]]] = {
     "adapters": frozenset({"trtllm", "vllm"}),
     "backends": frozenset({"redis", "s3"}),
-    "codecs": frozenset({"lowrank"}),
     "policies": frozenset(
         {"adaptive", "arc", "fifo", "importance", "lfu", "lru2", "s3fifo", "size_aware"}
     ),

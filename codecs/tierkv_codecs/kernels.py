@@ -26,7 +26,7 @@ __all__ = ["CALLS", "available", "bits16", "kernel"]
 
 _MODULES = ("affine_loops", "byte_loops", "loops", "rotation_loops")
 CALLS: Final = {
-    "levels_by_row": ("look_up", "odd_steps", "spread", "transform"),
+    "levels_by_row": ("look_up", "odd_steps", "pick", "spread", "transform"),
     "rotate_rows": ("odd_steps", "transform"),
     "transform": ("odd_steps",),
 }

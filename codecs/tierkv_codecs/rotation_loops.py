@@ -18,6 +18,7 @@ __all__ = [
     "levels_by_row",
     "look_up",
     "odd_steps",
+    "pick",
     "rotate_rows",
     "spread",
     "transform",
@@ -95,7 +96,7 @@ def levels_by_row(
     work: _Array,
     out: _Array,
 ) -> None:
-    """Look 4-bit codes up, scale, rotate back; see :mod:`tierkv_codecs.hadamard`.
+    """Look 4-bit codes up, scale, rotate back.
 
     Args:
         packed: uint8 ``[rows of bytes, dim]``.
@@ -132,14 +133,8 @@ def levels_by_row(
             else:
                 for lane in range(lanes):
                     low, high, place = lane * size, (lane + 1) * size, at + lane * dim
-                    look_up(
-                        codes[place : place + size],
-                        mask,
-                        down,
-                        levels,
-                        work[2, low:high],
-                        work[here, low:high],
-                    )
+                    some, factors = codes[place : place + size], work[2, low:high]
+                    look_up(some, mask, down, levels, factors, work[here, low:high])
             transform(work, _FEW * size, size)
             if lanes == _FEW:
                 end = start + size
@@ -147,11 +142,15 @@ def levels_by_row(
                 spread(work[0], signs, a, b, out[row + 2, start:end], out[row + 3, start:end])
             else:
                 for lane in range(lanes):
-                    target = out[row + lane, start : start + size]
-                    for d in range(size):
-                        bits = np.float32(work[0, _FEW * d + lane] * signs[d]).view(np.uint32)
-                        target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+                    pick(work[0], signs, lane, out[row + lane, start : start + size])
             row += lanes
+
+
+def pick(numbers: _Array, signs: _Array, lane: int, target: _Array) -> None:
+    """Give one row of a few its signs back, and round it to bfloat16 (bits in uint16)."""
+    for d in range(target.size):
+        bits = np.float32(numbers[_FEW * d + lane] * signs[d]).view(np.uint32)
+        target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
 
 
 def look_up(

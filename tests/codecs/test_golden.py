@@ -57,4 +57,4 @@ def test_f034_a_fresh_process_decodes_every_codec() -> None:
 
 def test_every_codec_has_golden_bytes() -> None:
     known = {row["chain"] for row in json.loads(GOLDEN.read_text())}
-    assert known == set(registry.names("codecs")) | {"lowrank"}
+    assert known == set(registry.names("codecs"))

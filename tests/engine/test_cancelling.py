@@ -258,8 +258,8 @@ async def test_f044_a_thread_inside_the_medium_writes_into_engine_memory_only(
         step = 0
         async for run in cancel_at_each_step(cut, (kind,)):  # type: ignore[arg-type]
             step = run.step
-            while rig.engine.stats().in_flight and not hanging.entered:
-                await asyncio.sleep(0.001)  # the thread is on its way in
+            while rig.engine.stats().in_flight and not hanging.entered:  # noqa: ASYNC110 - a thread
+                await asyncio.sleep(0.001)
             if hanging.entered:
                 break
         assert step

@@ -30,7 +30,7 @@ async def test_c8_a_cancelled_caller_gets_away_once_the_engine_gave_up(
     tiers = make_tiers("device+host", tmp_path)
     async with (
         asyncio.timeout(60),
-        on_device(tiers, sim=device, close_timeout="200ms") as rig,
+        on_device(tiers, sim=device, close_timeout="200ms") as rig,  # type: ignore[arg-type]
     ):
         await stored(rig, 1)
         setattr(device, stream, _Stuck())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -43,7 +43,7 @@ async def test_no_circle_of_loads_that_hold_shared_frames_and_wait_for_more(
     longer = [ids[:48] + kit.tokens(1, seed=50 + n) for n, ids in enumerate(documents)]
     gate = Gated("read")
     parts = 4 * len(space.layout.groups)
-    settings = {"staging": 4 * parts * FRAME, "faults": {"nvme": [gate]}}
+    settings: dict[str, Any] = {"staging": 4 * parts * FRAME, "faults": {"nvme": [gate]}}
     async with running("nvme", tmp_path, space=space, **settings) as rig:
         kv = await _stored(rig, space, documents + longer)
 

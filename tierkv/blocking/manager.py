@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tierkv.blocking.sessions import NamedSessions
-from tierkv.chains import parse_chain
+from tierkv.chains import parse_chains
 from tierkv.config import load_config, tier_chain
 from tierkv.engine import Engine
 from tierkv.errors import ClosedError
@@ -51,7 +51,7 @@ class CacheManager(NamedSessions):
         **settings: Any,
     ) -> None:
         config = load_config(source, **settings).config
-        chains = [parse_chain(tier_chain(config, tier)) for tier in config.tiers]
+        chains = [parse_chains(tier_chain(config, tier)) for tier in config.tiers]
         # asking for lossy compression is the opt-in to reading it
         fidelity = "exact" if all(chain.lossless for chain in chains) else "lossy"
         super().__init__(Engine(config, backends=backends, observer=observer), space, fidelity)

@@ -10,7 +10,7 @@ from tierkv.decisions.core import Decisions
 from tierkv.decisions.types import TenantLimits, TierLimits
 from tierkv.errors import ConfigError
 from tierkv.mover.levels import Level
-from tierkv.pipeline import parse_chain
+from tierkv.pipeline import parse_chains
 from tierkv.registry import resolve
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def make_levels(config: EngineConfig, backends: Sequence[Backend] | None) -> lis
     levels = []
     for index, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True)):
         # an unknown codec is found at start, not at the first store
-        chain = parse_chain(tier_chain(config, tier))
+        chain = parse_chains(tier_chain(config, tier))
         if tier.candidate is None:
             levels.append(Level(index, backend, chain.name, tier.write_through))
             continue

@@ -187,7 +187,7 @@ class WriteBehind:
                     raise ClosedError("the engine was closed before everything was written")
                 if not unless_hanging:
                     await self._done.wait()
-                elif not await self._core.landed(level, self._done):
+                elif not await self._core.landed(level, self._done, writing=True):
                     break
 
     def holding(self, level: Level) -> list[Copy]:

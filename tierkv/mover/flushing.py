@@ -56,7 +56,7 @@ async def flush(core: Core, behind: WriteBehind, parts: Collection[PartId]) -> F
     written = [part async for part in sliced(parts) if _is_in(core, part, tiers)]
     for level in durable:
         job = core.workers.spawn(core.flush, level, name="flush", lane=Lane.BACKGROUND)
-        if await core.landed(level, job.ended):
+        if await core.landed(level, job.ended, writing=True):
             await job.wait()
         else:
             tiers.discard(level.index)  # it hangs: nothing is known of what is in it

@@ -33,6 +33,7 @@ class Level:
         progress: When a batch ended last, on the loop's clock.
         timer: Looks after them.
         stalled: Set while the tier is known to hang.
+        stuck: Set while a write to it is known to hang, whatever else it answers.
         probing: Whether a probe is under way.
         probes: How many were started so far.
         probed: When the last one was, on the engine's clock.
@@ -53,6 +54,7 @@ class Level:
         "progress",
         "purging",
         "stalled",
+        "stuck",
         "timer",
         "write_through",
     )
@@ -77,6 +79,7 @@ class Level:
         self.ended: dict[str, float] = {}
         self.timer: asyncio.TimerHandle | None = None
         self.stalled = Signal()
+        self.stuck = Signal()
         self.probing = False
         self.probes = 0
         self.probed = 0.0

@@ -220,7 +220,7 @@ class _Flow:
     async def _settle(self, passage: Passage) -> None:
         """Wait for what writes a batch, and note what became of each part."""
         if passage.job is not None:
-            if await self._core.landed(passage.level, passage.job.ended):
+            if await self._core.landed(passage.level, passage.job.ended, writing=True):
                 await passage.job.wait()
             else:  # the job has its own copy of the KV: it goes on without us
                 for work in passage.writings:
@@ -282,7 +282,7 @@ class _Flow:
                 continue
             pending = core.decisions.state(new.part, core.clock()).pending
             theirs = core.levels[pending[0]] if pending else level
-            if not await core.landed(theirs, signal):
+            if not await core.landed(theirs, signal, writing=True):
                 break  # theirs hangs: no need to ask each of them
 
 

@@ -89,18 +89,22 @@ class Watch:
             return True
         return any(batch.late and batch.direction == "write" for batch in level.flying)
 
-    async def landed(self, level: Level, signal: Signal) -> bool:
-        """Wait until ``signal`` is set or the tier is found to hang; whether it is set."""
-        stalled = level.stalled
-        if not signal.is_set() and not stalled.is_set():
+    async def landed(self, level: Level, signal: Signal, *, writing: bool = False) -> bool:
+        """Wait until ``signal`` is set or the tier is found to hang; whether it is set.
+
+        With ``writing`` also while only a write of it hangs: a tier that answers reads again is no
+        reason to wait for that write.
+        """
+        signals = [signal, level.stalled, *([level.stuck] if writing else ())]
+        if not any(known.is_set() for known in signals):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            signal.attach(waiter)
-            stalled.attach(waiter)
+            for known in signals:
+                known.attach(waiter)
             try:
                 await waiter
             finally:
-                signal.detach(waiter)
-                stalled.detach(waiter)
+                for known in signals:
+                    known.detach(waiter)
         return signal.is_set()
 
     # ------------------------------------------------------------------ batches
@@ -153,6 +157,8 @@ class Watch:
     def _leave(self, level: Level, batch: Batch) -> None:
         del level.flying[batch]
         level.progress = asyncio.get_running_loop().time()
+        if batch.late and not any(b.late and b.direction == "write" for b in level.flying):
+            level.stuck = Signal()
         if not level.flying and level.timer is not None:
             level.timer.cancel()
             level.timer = None
@@ -185,6 +191,8 @@ class Watch:
         if late:
             self._decisions.failed(level.index, late[0].direction, self._clock(), hung=True)
             level.stalled.set()
+            if any(batch.direction == "write" for batch in late):
+                level.stuck.set()
             self.tell(level)
         if len(late) < len(live):
             rest = min(patience - silent, _TIMES * patience - (now - live[0].began))

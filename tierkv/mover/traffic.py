@@ -59,13 +59,18 @@ class Traffic:
         """Whether nobody should start a write in this tier, or wait for one."""
         return self.watch.hangs(level)
 
-    async def landed(self, level: Level, signal: Signal) -> bool:
+    async def landed(self, level: Level, signal: Signal, *, writing: bool = False) -> bool:
         """Wait for something that a batch of this tier brings about, but not for a tier that hangs.
+
+        Args:
+            level: The tier.
+            signal: What to wait for.
+            writing: Whether a write brings it about.
 
         Returns:
             Whether ``signal`` is set; False once the tier is found to hang.
         """
-        return await self.watch.landed(level, signal)
+        return await self.watch.landed(level, signal, writing=writing)
 
     # ------------------------------------------------------------------ batches
 
@@ -157,10 +162,10 @@ class Traffic:
         Raises:
             BackendError: if the tier refuses, or is known to hang (the sync then goes on alone).
         """
-        if level.stalled.is_set():
+        if level.stalled.is_set() or level.stuck.is_set():
             raise BackendError(level.name, "cannot sync: it does not answer", retryable=True)
         job = self.workers.spawn(self._sync, level, name="sync")
-        if not await self.landed(level, job.ended):
+        if not await self.landed(level, job.ended, writing=True):
             raise BackendError(level.name, "cannot sync: it does not answer", retryable=True)
         await job.wait()
 

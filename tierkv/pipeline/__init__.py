@@ -16,7 +16,7 @@ three steps: :meth:`Pipeline.moves` says what is copied where in a frame of raw 
 device does it, and :meth:`Pipeline.seal` makes it a frame; other chains encode from such a copy.
 """
 
-from tierkv.chains import parse_chain
+from tierkv.chains import parse_chain, parse_chains
 from tierkv.pipeline.coding import Pipeline
 from tierkv.pipeline.planning import Encoded, PartLabel
 from tierkv.sections import deliver, layer_range, open_frame, verify
@@ -29,5 +29,6 @@ __all__ = [
     "layer_range",
     "open_frame",
     "parse_chain",
+    "parse_chains",
     "verify",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tierkv.abc import Move
 from tierkv.blocks import split_part
-from tierkv.chains import RAW, chain_name, parse_chain, stored_chain
+from tierkv.chains import RAW, chain_name, parse_chains, stored_chain
 from tierkv.errors import CodecError
 from tierkv.frame import Header, Section, encode_header, padded_bytes
 from tierkv.pipeline.planning import Encoded, PartLabel, Plan, Step, Stored, make_plan
@@ -45,9 +45,9 @@ class Pipeline:
 
     def __init__(self, space: Space, chain: str = "raw") -> None:
         self.space = space
-        self._chain = parse_chain(chain)
-        self.chain = self._chain.name
-        self.lossless = self._chain.lossless
+        self._chains = parse_chains(chain)
+        self.chain = self._chains.name
+        self.lossless = self._chains.lossless
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class Pipeline:
         key = (group, self.space.block_tokens if tokens is None else tokens)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = make_plan(self.space, self._chain, *key)
+            plan = self._plans[key] = make_plan(self.space, self._chains, *key)
         return plan
 
     def max_bytes(self, group: int, tokens: int | None = None) -> int:
@@ -218,13 +218,13 @@ class Pipeline:
             section, step = header.sections[index], plan.steps[index]
             chain = stored_chain(section.chain)
             data = stored_bytes(section, frame, 0)
-            mine = "" if step.packed_bytes is None else self._chain.packing
+            mine = "" if step.packed_bytes is None else step.chain.packing
             packing = mine if chain.lossless else chain.packing
-            if section.chain == chain_name(packing, self._chain.squeezer):
+            if section.chain == chain_name(packing, step.chain.squeezer):
                 copy_bytes(room[: len(data)], data)
                 return Stored(section.chain, len(data), chain.lossless)
             if not chain.lossless:
-                kept = self._squeeze(packing, unsqueeze(chain, section, data), room, False)
+                kept = self._squeeze(step, packing, unsqueeze(chain, section, data), room, False)
                 if kept is None:
                     raise CodecError(f"a {section.chain!r} section outgrows its own tensor")
                 return kept
@@ -298,10 +298,10 @@ class Pipeline:
                 stored, refused = None, True
             if stored is not None and stored.nbytes < step.raw_bytes:
                 return stored
-        if self._chain.squeezer is not None:
+        if step.chain.squeezer is not None:
             memory = scratch.take(GATHERED, step.raw_bytes)
             gather(pieces, bits_over(memory, step.dtype, step.shape))
-            stored = self._squeeze("", memory, room, True)
+            stored = self._squeeze(step, "", memory, room, True)
             if stored is not None:
                 return stored._replace(refused=refused)
         gather(pieces, bits_over(room, step.dtype, step.shape))
@@ -313,21 +313,21 @@ class Pipeline:
             memory = scratch.take(GATHERED, step.raw_bytes)
             gather(pieces, bits_over(memory, step.dtype, step.shape))
             whole = over(memory, step.dtype, step.shape)
-        if self._chain.squeezer is None:
-            self._chain.pack(whole, step.tensor, room[:size])
-            return Stored(self._chain.packing, size, self.lossless)
+        if step.chain.squeezer is None:
+            step.chain.pack(whole, step.tensor, room[:size])
+            return Stored(step.chain.packing, size, step.chain.lossless)
         packed = scratch.take(PACKED, size)
-        self._chain.pack(whole, step.tensor, packed)
-        return self._squeeze(self._chain.packing, packed, room, self.lossless)
+        step.chain.pack(whole, step.tensor, packed)
+        return self._squeeze(step, step.chain.packing, packed, room, step.chain.lossless)
 
     def _squeeze(
-        self, packing: str, data: memoryview, room: memoryview, lossless: bool
+        self, step: Step, packing: str, data: memoryview, room: memoryview, lossless: bool
     ) -> Stored | None:
         """Put packed bytes into ``room``, compressed where that makes them shorter.
 
         None if they fit neither way.
         """
-        squeezer = self._chain.squeezer
+        squeezer = step.chain.squeezer
         limit = min(len(data), len(room)) - 1
         if squeezer is not None and limit > 0:
             nbytes = squeezer.encode(data, room[:limit])

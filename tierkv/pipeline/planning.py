@@ -12,7 +12,7 @@ from tierkv.layout import GroupKind
 
 if TYPE_CHECKING:
     from tierkv.blocks import BlockKey, PartId
-    from tierkv.chains import Chain
+    from tierkv.chains import Chain, Chains
     from tierkv.layout import Space
 
 __all__ = ["Encoded", "PartLabel", "Plan", "Step", "Stored", "make_plan"]
@@ -68,6 +68,7 @@ class Step(NamedTuple):
     shape: tuple[int, ...]
     raw_bytes: int
     packed_bytes: int | None  # None: the tensor stages do not apply, store its own bytes
+    chain: Chain
 
 
 class Plan(NamedTuple):
@@ -97,7 +98,7 @@ class Stored(NamedTuple):
     refused: bool = False
 
 
-def make_plan(space: Space, chain: Chain, group: int, tokens: int) -> Plan:
+def make_plan(space: Space, chains: Chain | Chains, group: int, tokens: int) -> Plan:
     """Plan the frames of one group and number of tokens.
 
     Raises:
@@ -108,8 +109,6 @@ def make_plan(space: Space, chain: Chain, group: int, tokens: int) -> Plan:
     if not 0 <= tokens <= space.block_tokens:
         raise LayoutError(f"a block holds 0 to {space.block_tokens} tokens, not {tokens}")
     spec = space.layout.groups[group]
-    # the error of a recurrent state would feed every later step: states stay lossless
-    packable = spec.kind is not GroupKind.STATE or chain.lossless
     steps: list[Step] = []
     table: list[Section] = []
     offsets, layers, nbytes = [], {}, header_bytes(spec)
@@ -117,13 +116,15 @@ def make_plan(space: Space, chain: Chain, group: int, tokens: int) -> Plan:
         layers[layer.index] = slice(len(steps), len(steps) + len(layer.tensors))
         for t in layer.tensors:
             shape, raw = spec.stored_shape(t, tokens), spec.section_bytes(t, tokens)
-            packed = None
+            packed, chain = None, chains.of(layer.index, t.name)
+            # the error of a recurrent state would feed every later step: states stay lossless
+            packable = spec.kind is not GroupKind.STATE or chain.lossless
             if packable and chain.supports(layer, t, shape):
                 packed = chain.packed_bytes(shape, t.dtype, t.name)
                 # one that only reorders may pay after the bytes codec; a loss must pay itself
                 if packed >= raw and not (chain.lossless and chain.squeezer and raw):
                     packed = None
-            steps.append(Step(layer.index, t.name, t.dtype, shape, raw, packed))
+            steps.append(Step(layer.index, t.name, t.dtype, shape, raw, packed, chain))
             offsets.append(nbytes)
             table.append(Section(layer.index, t.name, t.dtype, shape, RAW, nbytes, raw, raw))
             nbytes += padded_bytes(raw)
