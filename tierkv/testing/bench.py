@@ -42,10 +42,19 @@ def part(number: int, nbytes: int, generation: int = 1, **fields: Any) -> Stored
     return StoredPart(**(values | fields))
 
 
+class Content(bytes):
+    """Bytes that show their length and a checksum: pytest's diff of long ones takes minutes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes, {hashlib.sha256(self).hexdigest()[:8]}>"
+
+
 def contents(stored: StoredPart) -> bytes:
     """The bytes that a test puts into this publication of a part: no two are alike."""
     seed = int.from_bytes(hashlib.sha256(stored.part + b"%d" % stored.generation).digest(), "big")
-    return np.random.default_rng(seed).bytes(stored.nbytes)
+    return Content(np.random.default_rng(seed).bytes(stored.nbytes))
 
 
 class Bench:
@@ -79,8 +88,8 @@ class Bench:
         buffers = [self._buffer(p.nbytes) for p in parts]
         results = await self.backend.read(requests, [b.memory for b in buffers])
         assert len(results) == len(parts)
-        seen = [
-            bytes(buffer.memory) if result == OK else result.status
+        seen: list[bytes | IoStatus] = [
+            Content(buffer.memory) if result == OK else result.status
             for result, buffer in zip(results, buffers, strict=True)
         ]
         for buffer in buffers:
