@@ -118,8 +118,8 @@ async def test_memory_is_pinned_in_the_background_and_unpinned_at_the_end(tmp_pa
         tiers=tiers, space=SPACE, backends=backends, staging="100MiB", tick=0.005
     ):
         async with asyncio.timeout(20):
-            while len(pinned) < 2:  # noqa: ASYNC110
+            while len(pinned) < 3:  # noqa: ASYNC110 - the staging memory in two, the host tier
                 await asyncio.sleep(0.005)
         assert undone == []
-    assert pinned[:2] == [64 << 20, 36 << 20]
+    assert pinned == [64 << 20, 36 << 20, 2 << 20]
     assert sorted(undone) == sorted(pinned)

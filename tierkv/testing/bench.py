@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Backend, Buffer, IoResult
 
-__all__ = ["BackendBench", "Bench", "contents", "name_part", "part"]
+__all__ = ["BackendBench", "Bench", "Content", "contents", "name_part", "part"]
 
 
 def name_part(number: int, group: int = 0) -> PartId:
