@@ -13,11 +13,10 @@ Run with ``python -m benchmarks.datapath [--json]``; exit status 1 if a bound is
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -26,10 +25,10 @@ import tierkv
 import tierkv.pipeline.raw
 from benchmarks import disk
 from benchmarks.report import Paired, emit, paired
+from benchmarks.running import OnLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from benchmarks.report import Cell
     from tierkv.abc import View
@@ -133,39 +132,25 @@ def _dense(frames: Frames) -> tuple[View, list[torch.Tensor]]:
     return tierkv.views.dense(layers), places
 
 
-class HostTier:
+class HostTier(OnLoop):
     """An engine with a RAM tier that holds what one measurement moves, and room for more."""
 
     def __init__(self, frames: Frames, views: Sequence[View], *, verify: bool = True) -> None:
         self.frames, self.views = frames, views
-        self._runner = asyncio.Runner()
-        self._stack = AsyncExitStack()
+        super().__init__()
         self._seed = 1
         self._verify = verify
-
-    def __enter__(self) -> Self:
-        self._runner.run(self._open())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._runner.run(self._stack.aclose())
-        self._runner.close()
 
     async def _open(self) -> None:
         frames = self.frames
         room = _PLACES * frames.total * (frames.nbytes + (64 << 10))
         tier = tierkv.Tier("host", room, options={"touch": room})
-        self._engine = await self._stack.enter_async_context(
+        self._engine = await self.stack.enter_async_context(
             tierkv.open(
                 tiers=[tier], space=frames.space, verify_host=self._verify, metrics_port=None
             )
         )
-        self._session = await self._stack.enter_async_context(self._engine.session("bench"))
+        self._session = await self.stack.enter_async_context(self._engine.session("bench"))
         for _ in range(_PLACES):  # every page of the tier was written once
             await self._put()
 
@@ -174,17 +159,17 @@ class HostTier:
         self._matches = []
         for seed in range(first, self._seed):
             session = self._engine.session(f"reader-{seed}")
-            entered = await self._stack.enter_async_context(session)
+            entered = await self.stack.enter_async_context(session)
             match = entered.match(self.frames.ids(seed))
-            self._matches.append(await self._stack.enter_async_context(match))
+            self._matches.append(await self.stack.enter_async_context(match))
 
     def lease(self) -> None:
         """Open the matches that :meth:`get` loads from."""
-        self._runner.run(self._hold())
+        self.run(self._hold())
 
     def get(self, times: int = 1) -> None:
         """Load everything into the views, call by call."""
-        self._runner.run(self._get(times))
+        self.run(self._get(times))
 
     async def _get(self, times: int) -> None:
         tokens = self.frames.count * self.frames.tokens
@@ -195,7 +180,7 @@ class HostTier:
 
     def put(self, times: int = 1) -> None:
         """Store everything as new blocks, call by call; the oldest ones go."""
-        self._runner.run(self._puts(times))
+        self.run(self._puts(times))
 
     async def _puts(self, times: int) -> None:
         for _ in range(times):

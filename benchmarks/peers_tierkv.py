@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from contextlib import AsyncExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 import tierkv
+from benchmarks.running import OnLoop
 from tierkv.session.nowait import get_nowait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
 __all__ = ["BLOCK", "COPIES", "Disk", "Ram", "Timed", "paged", "space_of"]
 
@@ -64,31 +63,16 @@ def paged(layers: int, blocks: int, block: int) -> Any:
     return tierkv.views.paged(pools, list(range(blocks)))
 
 
-class _Side:
+class _Side(OnLoop):
     """An engine on a loop of its own."""
 
     def __init__(self, space: tierkv.Space, tiers: Sequence[tierkv.Tier], **settings: Any) -> None:
         self.space = space
         self.engine = tierkv.open(tiers=list(tiers), space=space, **settings)
-        self._runner = asyncio.Runner()
-        self.stack = AsyncExitStack()
+        super().__init__()
 
-    def __enter__(self) -> Self:
-        self.run(self.stack.enter_async_context(self.engine))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.run(self.stack.aclose())
-        self._runner.close()
-
-    def run(self, what: Any) -> Any:
-        """Run a coroutine to its end."""
-        return self._runner.run(what)
+    async def _open(self) -> None:
+        await self.stack.enter_async_context(self.engine)
 
     async def session(self, name: str) -> Any:
         """An open session."""

@@ -8,9 +8,7 @@ manager throughput / engine throughput. Run with ``python -m benchmarks.sync [--
 from __future__ import annotations
 
 import argparse
-import asyncio
 import threading
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +17,7 @@ import torch
 
 import tierkv
 from benchmarks.report import emit, paired
+from benchmarks.running import OnLoop
 from tierkv.blocking import CacheManager
 
 if TYPE_CHECKING:
@@ -75,31 +74,17 @@ class Chat:
         return [*self.prefix, *([self._turn] * BLOCK)]
 
 
-class OnEngine:
+class OnEngine(OnLoop):
     """32 tasks on an engine."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.chats = [Chat(case, number) for number in range(SESSIONS)]
-        self._runner = asyncio.Runner()
-        self._stack = AsyncExitStack()
-
-    def __enter__(self) -> Self:
-        self._runner.run(self._open())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._runner.run(self._stack.aclose())
-        self._runner.close()
+        super().__init__()
 
     async def _open(self) -> None:
         tiers = [tierkv.Tier("host", CAPACITY)]
-        self._engine = await self._stack.enter_async_context(
+        self._engine = await self.stack.enter_async_context(
             tierkv.open(tiers=tiers, space=self.case.space)
         )
         for chat in self.chats:
@@ -108,7 +93,7 @@ class OnEngine:
 
     def round(self) -> None:
         """All sessions take their turns."""
-        self._runner.run(self._round())
+        self.run(self._round())
 
     async def _round(self) -> None:
         async with anyio.create_task_group() as group:

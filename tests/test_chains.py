@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
+from tests.codecs.flipped import Flipped
 from tierkv import chains, registry
 from tierkv.abc import TensorBytesCodec, TensorCodec
 from tierkv.errors import CodecError, ConfigError, MissingDependencyError
@@ -21,25 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tierkv.layout import Layer
-
-
-@dataclass(frozen=True)
-class Flipped(TensorCodec):
-    """Channels in reverse order, heads and tokens exchanged."""
-
-    name: ClassVar[str] = "flipped"
-    lossless: ClassVar[bool] = True
-
-    def output(
-        self, shape: tuple[int, ...], dtype: str, tensor: str
-    ) -> tuple[tuple[int, ...], str]:
-        return (shape[1], shape[0], shape[2]), dtype
-
-    def encode(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
-        return source.transpose(0, 1).flip(2)
-
-    def decode(self, data: torch.Tensor, tensor: str, into: torch.Tensor) -> None:
-        into.copy_(data.flip(2).transpose(0, 1))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from tierkv.mover.copying import copy_batch
 from tierkv.mover.fetch import Wanted
 from tierkv.mover.find import find
 from tierkv.mover.lease import Lease
-from tierkv.mover.reforming import longest
 from tierkv.workers import Lane
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Prefetcher:
             Copy(
                 part=w.found.part,
                 generation=w.found.generation,
-                nbytes=longest(self._core.levels[w.found.tier], w.found.nbytes),
+                nbytes=self._core.levels[w.found.tier].backend.longest(w.found.nbytes),
                 source=w.found.tier,
                 target=0,
                 space=w.space,

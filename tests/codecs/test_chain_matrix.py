@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 
+from tests.codecs.flipped import Flipped
 from tierkv import chains, registry
-from tierkv.abc import BytesCodec, TensorBytesCodec, TensorCodec
+from tierkv.abc import BytesCodec, TensorBytesCodec
 from tierkv.errors import CodecError, TierKVError
 from tierkv.pipeline import Pipeline
 from tierkv.testing.codecs import same_bits, sample
@@ -29,28 +29,9 @@ KINDS = ("normal", "constant", "outliers", "tiny", "zeros", "far", "huge", "nan"
 FRAME = (2, 3, 8)  # heads, tokens, dim
 
 
-@dataclass(frozen=True)
-class Turned(TensorCodec):
-    """Channels in reverse order, heads and tokens exchanged: a third party's tensor codec."""
-
-    name: ClassVar[str] = "turned"
-    lossless: ClassVar[bool] = True
-
-    def output(
-        self, shape: tuple[int, ...], dtype: str, tensor: str
-    ) -> tuple[tuple[int, ...], str]:
-        return (shape[1], shape[0], shape[2]), dtype
-
-    def encode(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
-        return source.transpose(0, 1).flip(2)
-
-    def decode(self, data: torch.Tensor, tensor: str, into: torch.Tensor) -> None:
-        into.copy_(data.flip(2).transpose(0, 1))
-
-
 CHAINS = [
     "+".join(filter(None, parts))
-    for parts in itertools.product(("", "turned"), ("", *PACKERS), ("", *SQUEEZERS))
+    for parts in itertools.product(("", "flipped"), ("", *PACKERS), ("", *SQUEEZERS))
     if any(parts)
 ]
 
@@ -60,7 +41,7 @@ def _third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     real = registry.resolve
 
     def resolve(kind: Any, name: str) -> Any:
-        return Turned if name == "turned" else real(kind, name)
+        return Flipped if name == "flipped" else real(kind, name)
 
     monkeypatch.setattr(chains, "resolve", resolve)
     chains.stored_chain.cache_clear()

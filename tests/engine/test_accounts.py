@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -314,3 +315,28 @@ async def test_explain_names_tier_chain_and_time(tmp_path: Path) -> None:
             assert report.ago == 42
             assert "42 s ago" in str(report)
             assert EvictReason.REMOVED.value == report.reason.value
+
+
+async def test_a_long_explanation_is_told_in_slices_and_says_the_same(tmp_path: Path) -> None:
+    """P1: other tasks of the loop get their turn while thousands of blocks are explained."""
+    ids = kit.tokens(1500, seed=7)
+    async with running("host+nvme", tmp_path, space=SPACE) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            turns = 0
+
+            async def ticking() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            job = rig.engine.workers.spawn(ticking)
+            for prompt in (IDS, IDS + ids):
+                assert await session.aexplain(prompt) == session.explain(prompt)
+            assert await session.aexplain() == session.explain()
+            before = turns
+            await session.aexplain(ids)
+            assert turns >= before + 1500 // 256
+            assert not job.done()
+        await rig.settle()

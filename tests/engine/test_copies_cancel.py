@@ -23,7 +23,6 @@ from tests.engine.ways import (
 from tierkv.decisions.types import EvictReason
 from tierkv.mover.copies import Copy
 from tierkv.mover.copying import copy_batch
-from tierkv.mover.reforming import longest
 from tierkv.testing.cancel import cancel_at_each_step
 from tierkv.testing.faults import Failing, Short
 
@@ -44,7 +43,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 def _copies(rig: Rig, source: int, target: int) -> list[Copy]:
     level = rig.engine.core.levels[source]
     return [
-        Copy(part, generation, longest(level, nbytes), source, target, space=SPACE)
+        Copy(part, generation, level.backend.longest(nbytes), source, target, space=SPACE)
         for part, generation, nbytes in rig.engine.core.decisions.parts(source)
     ]
 

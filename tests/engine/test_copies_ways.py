@@ -26,7 +26,6 @@ from tests.engine.ways import (
 from tierkv.abc import IoStatus
 from tierkv.decisions.types import MissReason
 from tierkv.mover.copies import Copy
-from tierkv.mover.reforming import longest
 from tierkv.testing.faults import Corrupting, Failing, Gated
 
 if TYPE_CHECKING:
@@ -113,7 +112,8 @@ async def test_a_damaged_source_is_not_handed_on(ways: str, tmp_path: Path) -> N
         core = rig.engine.core
         flip.active = True
         copies = [
-            Copy(p, g, longest(core.levels[0], n), 0, 1) for p, g, n in core.decisions.parts(0)
+            Copy(p, g, core.levels[0].backend.longest(n), 0, 1)
+            for p, g, n in core.decisions.parts(0)
         ]
         rig.engine.runtime.behind.add(copies)
         await rig.settle()

@@ -14,7 +14,6 @@ from tierkv.decisions.types import EvictReason
 from tierkv.frame import decode_header, page_round
 from tierkv.mover.copies import Copy
 from tierkv.mover.core import stored_part
-from tierkv.mover.reforming import longest
 from tierkv.sections import open_frame, verify
 from tierkv.session import SessionState
 from tierkv.testing.accelerator import SimDevice
@@ -117,7 +116,7 @@ async def copied_to(rig: Rig, tier: int) -> list[StoredPart]:
     level = core.levels[tier]
     out = []
     for part, generation, nbytes in list(core.decisions.parts(tier)):
-        memory = memoryview(bytearray(page_round(longest(level, nbytes))))
+        memory = memoryview(bytearray(page_round(level.backend.longest(nbytes))))
         (result,) = await level.backend.read(
             [ReadRequest(part, generation, 0, len(memory))], [memory]
         )
@@ -147,7 +146,7 @@ async def move(rig: Rig, target: int) -> None:
         level = core.levels[tier]
         behind.add(
             [
-                Copy(part, generation, longest(level, nbytes), tier, target)
+                Copy(part, generation, level.backend.longest(nbytes), tier, target)
                 for part, generation, nbytes in core.decisions.parts(tier)
             ]
         )

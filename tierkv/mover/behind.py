@@ -22,7 +22,7 @@ from tierkv.errors import ClosedError
 from tierkv.mover.copies import Copy, CopyQueue
 from tierkv.mover.copying import copy_batch
 from tierkv.mover.flushing import FlushResult, flush
-from tierkv.mover.reforming import longest, most_bytes
+from tierkv.mover.reforming import most_bytes
 from tierkv.mover.turns import Turn
 from tierkv.workers import Lane, Signal, enter_lane
 
@@ -147,7 +147,7 @@ class WriteBehind:
             Copy(
                 part=d.part,
                 generation=d.generation,
-                nbytes=longest(levels[d.source], d.nbytes),
+                nbytes=levels[d.source].backend.longest(d.nbytes),
                 source=d.source,
                 target=d.target,
                 demote=d,

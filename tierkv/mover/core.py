@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INLINE_BYTES",
-    "PATIENCE_S",
     "SLICE_BYTES",
     "Core",
     "derivation",
@@ -44,7 +43,7 @@ INLINE_BYTES = 512 * 1024
 SLICE_BYTES = 32 * 1024 * 1024
 """Most bytes copied in one worker call: what a cancelled caller may have to wait for."""
 
-PATIENCE_S = 10.0
+_PATIENCE_S = 10.0
 """Seconds without an answer after which a tier is taken to hang, if nothing else is set."""
 
 
@@ -94,7 +93,7 @@ class Core(Traffic):
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
         verify_host: bool = True,
-        timeout: float = PATIENCE_S,
+        timeout: float = _PATIENCE_S,
     ) -> None:
         super().__init__(
             decisions=decisions, workers=workers, observer=observer, clock=clock, timeout=timeout

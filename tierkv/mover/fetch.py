@@ -18,7 +18,6 @@ from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
 from tierkv.errors import ClosedError, CodecError, TierKVError
 from tierkv.frame import page_round
 from tierkv.mover.core import INLINE_BYTES, stored_part
-from tierkv.mover.reforming import longest
 from tierkv.mover.staged import Slice, stage
 from tierkv.pipeline import open_frame, verify
 from tierkv.workers import Signal
@@ -238,7 +237,7 @@ class Fetcher:
 
     async def _read(self, level: Level, flights: Sequence[Flight], promotion: _Promotion) -> None:
         staged = [f for f in flights if promotion.buffer_of(f) is None]
-        sizes = [longest(level, f.wanted.found.nbytes) for f in staged]
+        sizes = [level.backend.longest(f.wanted.found.nbytes) for f in staged]
         slices = await stage(self._core.staging, sizes)
         for flight, piece in zip(staged, slices, strict=True):
             flight._slice = piece
@@ -324,7 +323,7 @@ class _Promotion:
                 f.wanted.found.part,
                 f.wanted.parent,
                 f.wanted.root,
-                target.charge(longest(source, f.wanted.found.nbytes)),
+                target.charge(source.backend.longest(f.wanted.found.nbytes)),
             )
             for f in flights
         ]
@@ -334,7 +333,7 @@ class _Promotion:
         for index, (flight, outcome) in enumerate(zip(flights, reserved.outcomes, strict=True)):
             if not outcome.generation:
                 continue
-            buffer = target.allocate(longest(source, flight.wanted.found.nbytes))
+            buffer = target.allocate(source.backend.longest(flight.wanted.found.nbytes))
             if buffer is None:
                 refused.append(index)
             else:

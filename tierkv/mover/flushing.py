@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.mover.copies import Copy
-from tierkv.mover.reforming import longest
 from tierkv.mover.slices import sliced
 from tierkv.workers import Lane
 
@@ -95,5 +94,5 @@ def _copy_of(core: Core, part: PartId, target: int) -> Copy | None:
     if not state.tiers:
         return None
     tier = state.tiers[0]
-    nbytes = longest(core.levels[tier], state.nbytes[0])
+    nbytes = core.levels[tier].backend.longest(state.nbytes[0])
     return Copy(part, state.generation, nbytes, tier, target, since=now)

@@ -20,7 +20,6 @@ from tierkv.mover.departing import Departures, leave
 from tierkv.mover.fetch import Wanted
 from tierkv.mover.inplace import Place
 from tierkv.mover.landing import Landing, stop
-from tierkv.mover.reforming import longest
 from tierkv.mover.scattering import Target, target_of
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class LoadPlan:
 
     def place(self, found: FoundPart, level: Level) -> Place:
         """Describe one of the found parts, in this tier, for a read straight into the view."""
-        nbytes, start = longest(level, found.nbytes), found.block * self.space.block_tokens
+        nbytes, start = level.backend.longest(found.nbytes), found.block * self.space.block_tokens
         tokens = self.tokens_of(found.block)
         return Place(found, nbytes, self.space, self.root, self.view, start, tokens)
 

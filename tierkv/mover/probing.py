@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tierkv.abc import ReadRequest
 from tierkv.errors import ClosedError
 from tierkv.frame import page_round
-from tierkv.mover.reforming import longest
 from tierkv.mover.staged import stage_nowait
 from tierkv.workers import Lane
 
@@ -63,7 +62,7 @@ def refresh(core: Core, level: Level, parts: Sequence[FoundPart]) -> None:
     requests: list[ReadRequest] = []
     total, most = 0, min(_BYTES, core.window_bytes)
     for found in parts[:_PARTS]:
-        length = page_round(longest(level, found.nbytes))
+        length = page_round(level.backend.longest(found.nbytes))
         if requests and total + length > most:
             break
         requests.append(ReadRequest(found.part, found.generation, 0, length))

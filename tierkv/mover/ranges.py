@@ -12,7 +12,6 @@ from tierkv.errors import ClosedError, LayoutError, LoadIncomplete
 from tierkv.fitting import section_table
 from tierkv.frame import ALIGN, PAGE, header_bytes, padded_bytes, page_round
 from tierkv.layout import DTYPE_BYTES
-from tierkv.mover.reforming import longest
 from tierkv.mover.slices import sliced
 from tierkv.pipeline import layer_range
 
@@ -145,7 +144,7 @@ class Ranges:
             except LayoutError:
                 continue
             if first < low or last > high:
-                nbytes = longest(self.level, source.found.nbytes)
+                nbytes = self.level.backend.longest(source.found.nbytes)
                 again.append((source, *_pages(first, last, nbytes)))
         return again
 
@@ -345,4 +344,4 @@ class Reader:
 
     def _frame_bytes(self, source: Source) -> int:
         """The length of the frame, or a few bytes more."""
-        return longest(self._core.levels[source.found.tier], source.found.nbytes)
+        return self._core.levels[source.found.tier].backend.longest(source.found.nbytes)

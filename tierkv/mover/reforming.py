@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierkv.mover.core import Core
     from tierkv.mover.levels import Level
 
-__all__ = ["Frame", "check_frame", "longest", "most_bytes", "recodes", "reform"]
+__all__ = ["Frame", "check_frame", "most_bytes", "recodes", "reform"]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +44,6 @@ class Frame:
     landed: bool = False
     checked: bool = False
     stored: StoredPart = field(init=False)
-
-
-def longest(level: Level, charged: int) -> int:
-    """Most bytes that a frame can have which a tier charges so many for."""
-    return level.backend.longest(charged)
 
 
 def recodes(source: Level, target: Level) -> bool:

@@ -269,6 +269,8 @@ class Match:
         Raises:
             ClosedError: if the match or the engine is closed.
             LayoutError: if the view does not fit the layout.
+            LoadIncomplete: if a tier hangs while it reads straight into a view made with
+                ``owned=True``: the read may land at any time, so drop the view.
 
         In a space with windows or recurrent states a failure may leave a shorter prefix that has
         to be loaded anew; tokens behind the reported ones may then have been written.
