@@ -211,6 +211,8 @@ def test_the_benchmark_has_the_published_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "synthetic", lambda: some_kv())
+    # speeds of so little KV prove nothing: floors are met by longer runs, not here
+    monkeypatch.setattr(benchmark, "FLOORS", ())
     assert benchmark.main(["--json", "--models", "synthetic", "--chains", "planes,int4"]) == 0
     document = json.loads(capsys.readouterr().out)
     columns = "model chain lossless bits_per_element ratio encode_GBps decode_GBps encode_vs_memcpy"

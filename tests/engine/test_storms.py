@@ -165,10 +165,16 @@ async def test_a_storm_costs_hits_and_nothing_else(
     weather: Weather, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERKV_DEBUG", "1")
-    storm = await blow(weather, tmp_path, 1, 30)
-    assert storm.counts["stored"]
     # a state is of use to a prompt that goes on from the very token behind which it was kept
-    assert storm.counts.get("tokens") or weather.layout == "state"
+    due = {"stored"} if weather.layout == "state" else {"stored", "tokens"}
+    seen: set[str] = set()
+    for seed in range(1, 11):  # how calls interleave is the machine's affair: one may find nothing
+        (tmp_path / str(seed)).mkdir()
+        storm = await blow(weather, tmp_path / str(seed), seed, 30)
+        seen |= {name for name in due if storm.counts.get(name)}
+        if seen == due:
+            break
+    assert seen == due
 
 
 @pytest.mark.stress
