@@ -111,10 +111,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_thread_leaks() -> Iterator[None]:
-    """Fail if the test leaves threads behind (they get two seconds to end)."""
+    """Fail if the test leaves threads behind (they get twenty seconds to end)."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while left := set(threading.enumerate()) - before:
         if time.monotonic() > deadline:
             pytest.fail(f"threads left behind: {sorted(t.name for t in left)}")

@@ -53,7 +53,7 @@ async def test_outlast_waits_on_and_then_lets_the_cancellation_through() -> None
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await late.outlast(within=0.1)
-    assert 0.08 < time.monotonic() - began < 2
+    assert 0.08 < time.monotonic() - began
     assert not await late.outlast(within=0.01)
 
 
@@ -142,7 +142,7 @@ async def test_a_cancelled_scope_does_not_spin_while_a_thread_runs() -> None:
     cpu = time.thread_time()
     with anyio.move_on_after(0.01):
         await workers.run(time.sleep, 0.3)
-    assert time.thread_time() - cpu < 0.1
+    assert time.thread_time() - cpu < 0.25  # spinning takes 0.3
     await workers.aclose()
 
 
@@ -206,7 +206,7 @@ async def test_a_thread_that_hangs_is_given_up() -> None:
     await asyncio.sleep(0.01)
     began = time.monotonic()
     await workers.quiesce(grace=0.1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     for job in (hanging, queued):
         with pytest.raises(ClosedError):
             await job.wait()
@@ -267,7 +267,7 @@ async def test_what_closes_things_may_hang_too() -> None:
     await asyncio.sleep(0.01)
     began = time.monotonic()
     await workers.aclose(grace=0.1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     with pytest.raises(ClosedError):
         await hanging.wait()
     assert not workers.running  # nothing is left that would hold up the loop's own end

@@ -100,7 +100,7 @@ def test_it_does_not_wait_for_a_loop_that_is_busy(manager: CacheManager) -> None
     took = time.monotonic() - begin
     free.set()
     thread.join()
-    assert took < 1
+    assert took < 30  # it hangs for ever, or it is quick
     assert manager.sessions() == []
 
 
@@ -156,7 +156,7 @@ class Chat:
         begin = time.monotonic()
         self.manager.destroy_session(self.name)
         took = time.monotonic() - begin
-        sys.__stdout__.write(f"destroyed {self.name} {took < 0.5}\\n")
+        sys.__stdout__.write(f"destroyed {self.name} {took < 30}\\n")
         sys.__stdout__.flush()
 
 closed = CacheManager(tiers=[tierkv.Tier("host", "1MiB")])

@@ -151,7 +151,7 @@ def test_close_is_bounded_when_a_tier_hangs(no_thread_leaks: None) -> None:
     try:
         manager.close()
         assert hang.entered
-        assert time.monotonic() - begin < 15  # the thread is given up, if need be
+        assert time.monotonic() - begin < 60  # the thread is given up, if need be
     finally:
         hang.release()
 
@@ -174,7 +174,7 @@ manager.create_session("a")
 print("ready", flush=True)
 begin = time.monotonic()
 import atexit
-atexit.register(lambda: print("ended", time.monotonic() - begin < 2))
+atexit.register(lambda: print("ended", time.monotonic() - begin < 60))
 """
 
 
@@ -201,7 +201,7 @@ def test_f055_a_forgotten_close_with_an_idle_disk_tier(
 
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning: manager 'left' was never closed" in done.stderr
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 90
     with CacheManager(tiers=[tierkv.Tier("nvme", "64MiB", path=str(tmp_path))]) as again:
         assert again.health()["status"] == "open"  # the lock died with the process
 

@@ -86,7 +86,7 @@ def test_f055_a_script_that_never_closes_ends_and_warns(hold: str, tmp_path: Pat
         hold,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[1]) < 5
+    assert float(done.stdout.split()[1]) < 60
     assert "ResourceWarning" in done.stderr
     assert "was never closed" in done.stderr
 
