@@ -122,13 +122,17 @@ def test_a_wrong_configuration_is_wrong_usage(
         ("kind = 'host'\ncapacity = '1GiB'\npolicy = 'lrux'", "unknown name 'lrux'"),
         ("kind = 'host'\ncapacity = '1GiB'\ncodec = 'zst'", "did you mean 'zstd'"),
         ("kind = 'host'\ncapacity = '1GiB'\noptions = { tuoch = 1 }", "no option 'tuoch'"),
+        ("kind = 'host'\ncapacity = '1GiB'\nadmission = 'tinlfu'", "did you mean 'tinylfu'"),
+        ("kind = 'host'\ncapacity = '1GiB'\n[top]\nprefetch = 'arivl'", "did you mean 'arrival'"),
+        ("kind = 'host'\ncapacity = '1GiB'\n[top]\nprefetch = 'oracle'", "works offline"),
     ],
 )
 def test_config_show_refuses_what_no_engine_could_be_opened_with(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "broken.toml"
-    path.write_text(f"[[tiers]]\n{text}\n")
+    tier, _, setting = text.partition("[top]")
+    path.write_text(f"{setting}\n[[tiers]]\n{tier}\n")
 
     assert main(["config", "show", str(path)]) == 2
 

@@ -201,7 +201,7 @@ def test_f078_a_mistake_in_the_environment(
         ("policy = { rules = 'lru' }", "toml: policy"),
         ("policy = { rules = [], name = 'lru' }", "toml: policy.*'name'"),
         ("policy = [{ tier = 'host' }]", r"policy.rules\[0\]: 'name' is missing"),
-        ("compression = { chain = 'int8', after = 3 }", "'after'.*'after_steps'"),
+        ("compression = { chain = 'int8', aftersteps = 3 }", "'aftersteps'.*'after_steps'"),
         ("tiers = 'host'", "tiers must be a list of tiers"),
         ("tiers = [{ kind = 'host' }]", r"tiers\[0\]: 'capacity' is missing"),
         ("tiers = ['host']", r"tiers\[0\] must be a Tier or a table, not 'host'"),
@@ -318,6 +318,7 @@ def test_f080_specs_copy_what_they_are_given() -> None:
         (lambda: Policy("lru", to="nvme"), "'to' belongs to"),
         (lambda: Policy("lru", action="demote"), "'to' belongs to"),
         (lambda: Hybrid([]), "one tierkv.Policy or more"),
+        (lambda: Hybrid(Policy("lru")), "one tierkv.Policy or more"),  # type: ignore[arg-type]
         (lambda: CompressionPolicy("int8", after_steps=-1), "after_steps >= 0"),
     ],
 )
@@ -327,23 +328,41 @@ def test_specs_check_themselves(make: Any, message: str) -> None:
 
 
 def test_policies_by_tier() -> None:
-    assert resolve_policies(CODE) == {"ram": "lru", "nvme": "lrfu"}
+    lru, lrfu = Policy("lru", tier="ram"), Policy("lrfu", tier="nvme")
+    assert resolve_policies(CODE) == {"ram": (lru,), "nvme": (lrfu,)}
 
     tiers = [Tier("host", "1MiB"), Tier("nvme", "1MiB", policy="lru")]
-    assert resolve_policies(EngineConfig(tiers)) == {"host": "lrfu", "nvme": "lru"}
+    own = (Policy("lru", tier="nvme"),)
+    default = (Policy("lrfu", tier="host"),)
+    assert resolve_policies(EngineConfig(tiers)) == {"host": default, "nvme": own}
     assert resolve_policies(EngineConfig(tiers, policy=Policy("x", tier="host"))) == {
-        "host": "x",
-        "nvme": "lru",
+        "host": (Policy("x", tier="host"),),
+        "nvme": own,
+    }
+
+
+def test_rules_apply_in_order_and_demote_above_their_target_only() -> None:
+    tiers = [Tier("device", "1MiB"), Tier("host", "1MiB"), Tier("nvme", "1MiB")]
+    size = Policy("size_aware", tier="device")
+    swap = Policy("lru", unit="session", action="demote", to="host")
+    config = EngineConfig(tiers, policy=Hybrid([size, swap, Policy("lrfu")]))
+    assert resolve_policies(config) == {
+        "device": (
+            size,
+            Policy("lru", tier="device", unit="session", action="demote", to="host"),
+        ),
+        "host": (Policy("lru", tier="host"),),
+        "nvme": (Policy("lru", tier="nvme"),),
     }
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Policy("lru", unit="session"), r"unit='session' is not available in this version"),
-        (Policy("lru", action="demote", to="nvme"), r"action='demote' is not available"),
-        (Hybrid([Policy("lru"), Policy("lru", unit="session")]), r"unit='session' is not"),
         (Policy("lru", tier="hots"), r"no tier 'hots'; did you mean 'host'"),
+        (Policy("lru", action="demote", to="nvm"), r"no tier 'nvm'; did you mean 'nvme'"),
+        (Policy("lru", action="demote", to="host"), r"demote to 'host', which is not slower than"),
+        (Policy("lru", tier="nvme", action="demote", to="nvme"), r"cannot demote to 'nvme'"),
         (Policy("lru", tier="host"), r"no policy for tier 'nvme'"),
     ],
 )
@@ -363,15 +382,6 @@ def test_codec_chain_by_tier() -> None:
 
     assert chains(None) == ["int8", "raw"]
     assert chains("zstd") == chains(CompressionPolicy("zstd")) == ["int8", "zstd"]
-
-
-def test_f079_compression_that_waits_is_refused() -> None:
-    config = EngineConfig(
-        [Tier("host", "1MiB")], compression=CompressionPolicy("int8", after_steps=50)
-    )
-
-    with pytest.raises(ConfigError, match="after_steps=50 is not available in this version"):
-        tier_chain(config, config.tiers[0])
 
 
 def test_f082_a_path_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

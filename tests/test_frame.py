@@ -189,12 +189,32 @@ def test_names_that_do_not_fit_are_named(changes: dict[str, Any], names: str) ->
 
 def test_every_flipped_bit_of_the_header_is_seen() -> None:
     frame = make_frame(make_header())
+    assert decode_header(frame) is decode_header(frame)  # remembered, and no less checked
     for at in range(4096):
         frame[at] ^= 1 << at % 8
         with pytest.raises(IntegrityError):
             decode_header(frame)
         frame[at] ^= 1 << at % 8
     decode_header(frame)
+
+
+def test_i4_what_is_remembered_of_a_header_is_told_of_no_other() -> None:
+    """Equal section tables, another identity: each frame says its own, however often."""
+    key = BlockKey(bytes(range(1, 33)))
+    headers = [
+        make_header(),
+        make_header(generation=9_999),
+        make_header(part=part_id(key, 0)),
+        make_header(root=SPACE.root("globex")),
+        make_header(tenant="globex"),
+        make_header(fidelity="derived:int8"),
+        make_header(tokens=15),
+        make_header(digests=(bytes(16), *make_header().digests[1:])),
+    ]
+    frames = [make_frame(header) for header in headers]
+    for _ in range(2):
+        assert [decode_header(frame) for frame in frames] == headers
+    assert all(a != b for at, a in enumerate(headers) for b in headers[:at])
 
 
 def test_every_cut_header_is_seen() -> None:

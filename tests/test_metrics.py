@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from tierkv.decisions.guarding import Promotions
 from tierkv.decisions.types import EvictReason, MissReason, SkipReason
 from tierkv.errors import ConfigError
 from tierkv.metrics import (
@@ -36,12 +37,22 @@ FAMILIES = [
     "event_loop_lag_seconds",
     "evicted_bytes",
     "evictions",
+    "hint_classes",
     "io_bytes",
     "io_operations",
     "leases",
     "lookups",
     "misses",
     "operation_duration_seconds",
+    "prefetch_bytes",
+    "prefetch_enabled",
+    "prefetch_issued",
+    "prefetch_outcomes",
+    "promotion_outcomes",
+    "promotions",
+    "recoding_refused_sections",
+    "recoding_saved_bytes",
+    "recodings",
     "recompute_seconds_saved",
     "session_bytes",
     "sessions_open",
@@ -67,7 +78,9 @@ FAMILIES = [
 
 @pytest.fixture
 def observer() -> MetricsObserver:
-    return MetricsObserver(["host", "nvme"], lambda: SNAPSHOT, version="1.2", workers=["writer"])
+    return MetricsObserver(
+        ["host", "nvme"], lambda: SNAPSHOT, version="1.2", workers=["writer"], chains=["int8"]
+    )
 
 
 def _samples(observer: MetricsObserver) -> dict[tuple[str, ...], float]:
@@ -94,6 +107,7 @@ def _everything(observer: Observer) -> None:
     observer.restarted(worker="writer")
     observer.breaker(tier="nvme", to="open")
     observer.saved(seconds=1.5)
+    observer.recoded(tier="host", chain="int8", result="converted", saved=4096, refused=1)
 
 
 def test_f086_every_family_is_there_before_any_traffic(observer: MetricsObserver) -> None:
@@ -142,6 +156,9 @@ def test_what_happened_is_counted(observer: MetricsObserver) -> None:
         ("worker_restarts_total", "writer"): 1,
         ("breaker_transitions_total", "nvme", "open"): 1,
         ("recompute_seconds_saved_total",): 1.5,
+        ("recodings_total", "int8", "converted", "host"): 1,
+        ("recoding_saved_bytes_total", "host"): 4096,
+        ("recoding_refused_sections_total", "host"): 1,
     }
 
 
@@ -227,6 +244,18 @@ def test_what_is_known_of_a_tier_is_shown() -> None:
     assert samples["tier_chain_active", "raw", "nvme"] == 0
     assert samples["write_queue_bytes",] == 7
     assert samples["write_queue_oldest_seconds",] == 1.5
+
+
+def test_what_became_of_promotions_and_hints_is_shown() -> None:
+    tier = TierSnapshot("host", 1, 1, 0, 9, 1, promotions=Promotions(9, 5, 2, 7))
+    state = EngineSnapshot((tier,), hints_heeded=1, hints_unheeded=3)
+    samples = _samples(MetricsObserver(["host"], lambda: state, version="1"))
+
+    assert samples["promotions_total", "host"] == 9
+    outcomes = {k[1]: v for k, v in samples.items() if k[0] == "promotion_outcomes_total"}
+    assert outcomes == {"used": 5, "wasted": 2, "refused": 7}
+    assert samples["hint_classes", "yes"] == 1
+    assert samples["hint_classes", "no"] == 3
 
 
 def test_names_keep_to_the_conventions(observer: MetricsObserver) -> None:

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+POLICIES = (
+    *("adaptive", "arc", "fifo", "gdsf", "gittins", "importance", "lfu", "lfu_decay"),
+    *("lrfu", "lru", "lru2", "s3fifo", "size_aware"),
+)
+PREDICTORS = ["arrival", "chain", "oracle", "return_time", "sequential"]
 BUILT_IN = [
     ("backends", "device", abc.ResidentBackend),
     ("backends", "file", abc.Backend),
@@ -34,8 +39,12 @@ BUILT_IN = [
     ("devices", "cpu", abc.Device),
     ("devices", "cuda", abc.Device),
     ("devices", "sim", abc.Device),
-    ("policies", "lrfu", abc.Policy),
-    ("policies", "lru", abc.Policy),
+    ("admissions", "all", abc.Admission),
+    ("admissions", "second_use", abc.Admission),
+    ("admissions", "tinylfu", abc.Admission),
+    ("admissions", "write_budget", abc.Admission),
+    *(("policies", name, abc.Policy) for name in POLICIES),
+    *(("predictors", name, abc.Predictor) for name in PREDICTORS),
 ]
 
 MODULE = """
@@ -92,12 +101,13 @@ def test_this_list_of_built_in_names_is_complete() -> None:
 def test_an_installed_package_adds_a_name(install: object) -> None:
     place = install
     assert callable(place)
+    before = registry.names("policies")
     place("fakeplug", MODULE, "[tierkv.policies]\nnewest = fakeplug:Newest\n")
 
     found = registry.resolve("policies", "newest")
 
     assert found.__module__ == "fakeplug"
-    assert registry.names("policies") == ["lrfu", "lru", "newest"]
+    assert registry.names("policies") == sorted([*before, "newest"])
 
 
 def test_nothing_is_imported_before_it_is_asked_for(install: object) -> None:
@@ -158,7 +168,7 @@ def test_a_typing_mistake_gets_a_suggestion() -> None:
         registry.resolve("codecs", "ztsd")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("backends", "redis"), ("policies", "lfu")])
+@pytest.mark.parametrize(("kind", "name"), [("backends", "redis"), ("adapters", "vllm")])
 def test_f079_a_planned_name_is_refused_as_not_available(kind: registry.Kind, name: str) -> None:
     with pytest.raises(ConfigError, match="not available in this version"):
         registry.resolve(kind, name)

@@ -288,6 +288,7 @@ def test_check_accepts_memory_that_is_interleaved_but_not_shared() -> None:
         (lambda one: [_fused(8), (one, one[:, 2:])], "layer 1, 'v': shares memory"),
         (lambda one: [(one, numbered(8))] * 2, "layer 1, .*: shares memory with layer 0"),
         (lambda one: [_fused(8), (one, torch.zeros(2, 1, 3).expand(-1, 8, -1))], "expanded"),
+        (lambda one: [_fused(8), (one, torch.zeros(99).as_strided((2, 8, 3), (12, 3, 1)))], "over"),
     ],
 )
 def test_check_refuses_to_write_what_is_shared(make: Any, says: str) -> None:
@@ -295,6 +296,17 @@ def test_check_refuses_to_write_what_is_shared(make: Any, says: str) -> None:
     views.check(view, LAYOUT)
     with pytest.raises(LayoutError, match=says):
         views.check(view, LAYOUT, writing=True)
+
+
+def test_check_refuses_tensors_whose_memory_is_gone() -> None:
+    """Their addresses would be those of nothing, or of somebody else's memory."""
+    for left in (0, 8):
+        tensors = [numbered(8).clone() for _ in range(4)]
+        view = views.dense([(tensors[0], tensors[1]), (tensors[2], tensors[3])])
+        views.check(view, LAYOUT)
+        tensors[3].untyped_storage().resize_(left)
+        with pytest.raises(LayoutError, match="layer 1, 'v': its storage was resized"):
+            views.check(view, LAYOUT)
 
 
 def test_check_refuses_tensors_on_several_devices() -> None:

@@ -71,6 +71,30 @@ COMMANDS: Final = (
         "Measure codec chains on a model's own KV.",
         "pip install -c constraints.txt -e '.[demo]'",
     ),
+    LazyCommand(
+        "replay",
+        "tierkv.cli_traces:replay_command",
+        "Run a workload trace through the decisions, offline.",
+        "reinstall the package with its dependencies: pip install -e .",
+    ),
+    LazyCommand(
+        "sweep",
+        "tierkv.cli_tuning:sweep_command",
+        "Replay a workload trace at many sizes; find the cheapest.",
+        "reinstall the package with its dependencies: pip install -e .",
+    ),
+    LazyCommand(
+        "tune",
+        "tierkv.cli_tuning:tune_command",
+        "Search for better settings on a workload trace.",
+        "pip install -c constraints.txt -e '.[tune]'",
+    ),
+    LazyCommand(
+        "trace",
+        "tierkv.cli_traces:trace_app",
+        "Look at, record and convert workload traces.",
+        "reinstall the package with its dependencies: pip install -e .",
+    ),
 )
 
 app = typer.Typer(
@@ -196,8 +220,10 @@ def _config_show(
 def _check_as_open_does(config: configuration.EngineConfig) -> None:
     # imported here: it loads torch, which no other command without a model needs
     from tierkv.engine.compose import make_decisions, make_levels
+    from tierkv.engine.predicting import make_prefetching
 
     make_decisions(config, make_levels(config, None))
+    make_prefetching(config)
 
 
 def _rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

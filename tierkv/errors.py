@@ -11,6 +11,7 @@
     ├── MissingDependencyError (ImportError)  an optional library is missing (says what to install)
     ├── LoadIncomplete                  a layer-wise load stopped; the view must be dropped
     ├── StoreIncomplete                 a layer-wise store was left with layers missing
+    ├── TraceError (ValueError)         a workload trace is malformed (``.path``, ``.line``)
     ├── CodecError                      bytes cannot be encoded or decoded
     │   └── IntegrityError              stored bytes are damaged or belong to something else
     ├── CapacityError                   an item can never fit
@@ -39,6 +40,7 @@ __all__ = [
     "SessionBusyError",
     "StoreIncomplete",
     "TierKVError",
+    "TraceError",
 ]
 
 
@@ -106,6 +108,20 @@ class StoreIncomplete(TierKVError):
             "space, or leave the block with an exception to give up"
         )
         self.missing = missing
+
+
+class TraceError(TierKVError, ValueError):
+    """A workload trace is malformed, cut off, or of no known format.
+
+    Attributes:
+        path: The file.
+        line: Number of the line, from 1; 0 if it is about the whole file.
+    """
+
+    def __init__(self, path: str, line: int, why: str) -> None:
+        super().__init__(f"{path}, line {line}: {why}" if line else f"{path}: {why}")
+        self.path = path
+        self.line = line
 
 
 class CodecError(TierKVError):

@@ -24,7 +24,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -76,6 +76,8 @@ _ROW = struct.Struct("<iHHHHQQQ")  # layer, tensor, dtype, chain, rank, offset, 
 _HAS_PARENT, _HAS_EXPIRY, _STATE, _FOLDED = 1, 2, 4, 8  # flags
 
 _Shape = tuple[int, ...]
+
+_SEEN_SECTIONS = 1 << 16
 
 
 class Section(NamedTuple):
@@ -149,6 +151,29 @@ class Header:
     folded: bool = False
 
 
+class _Seen:
+    """Headers that passed every check lately, by the checksum of their bytes.
+
+    A frame in RAM is read again and again. Whether its header's bytes have the checksum that they
+    say is found out every time; what they mean is the same every time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.headers: dict[bytes, Header] = {}
+        self._limit = self._room = limit
+
+    def keep(self, digest: bytes, header: Header) -> None:
+        """Remember one. A bound on the sections of all of them bounds the memory."""
+        self._room -= len(header.sections) + 1
+        if self._room < 0:
+            self.headers = {}
+            self._room = self._limit
+        self.headers[digest] = header
+
+
+_seen = _Seen(_SEEN_SECTIONS)
+
+
 def page_round(nbytes: int) -> int:
     """Round up to whole pages of 4 KiB."""
     return (nbytes + PAGE - 1) & -PAGE
@@ -182,8 +207,21 @@ def _text(value: str, limit: int, what: str) -> bytes:
     return data
 
 
-@lru_cache(maxsize=64)  # frames of one group that are not compressed share it
-def _table_bytes(entries: tuple[Section, ...]) -> tuple[int, bytes, bytes, int]:
+_Table = tuple[int, bytes, bytes, int]
+# Frames of one group that are not compressed share it: found by identity, a hash reads it all.
+_tables: dict[int, tuple[tuple[Section, ...], _Table]] = {}
+
+
+def _table_bytes(entries: tuple[Section, ...]) -> _Table:
+    known = _tables.get(id(entries))
+    if known is None or known[0] is not entries:
+        if len(_tables) >= 64:
+            _tables.clear()
+        known = _tables[id(entries)] = entries, _make_table(entries)
+    return known[1]
+
+
+def _make_table(entries: tuple[Section, ...]) -> _Table:
     names: dict[str, int] = {}
     rows = bytearray()
     dims: list[int] = []
@@ -302,9 +340,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     if len(view) < _PREFIX.size:
         raise refuse(f"{len(view)} bytes are too short for a header")
     values = _PREFIX.unpack(view[: _PREFIX.size])
-    magic, digest, version, flags, payload, frame_bytes, generation, tokens, block = values[:9]
-    expires, part, space, root, parent, n_tenant, n_fidelity = values[9:16]
-    n_names, n_pool, n_rows, n_dims = values[16:]
+    magic, digest, version, _, payload = values[:5]
     if magic != _MAGIC:
         raise refuse("it does not start with the magic bytes")
     if version != _VERSION:
@@ -313,6 +349,18 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         raise refuse(f"header length {payload} does not fit the {len(view)} bytes given")
     if checksum(view[_CHECKED_FROM:payload]) != digest:
         raise refuse("the header checksum does not match")
+    header = _seen.headers.get(digest)
+    if header is None or header.payload_offset != payload:
+        header = _decode_body(view, values)
+        _seen.keep(digest, header)
+    return header
+
+
+def _decode_body(view: memoryview, values: tuple[Any, ...]) -> Header:
+    """What a header means whose bytes have the checksum that they say."""
+    _, _, _, flags, payload, frame_bytes, generation, tokens, block = values[:9]
+    expires, part, space, root, parent, n_tenant, n_fidelity = values[9:16]
+    n_names, n_pool, n_rows, n_dims = values[16:]
     if flags & ~(_HAS_PARENT | _HAS_EXPIRY | _STATE | _FOLDED) or not isfinite(expires):
         raise refuse(f"unknown flags {flags:#x} or bad expiry {expires}")
     if tokens > block or frame_bytes < payload:

@@ -16,14 +16,17 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from tierkv import abc
 from tierkv.errors import ConfigError, MissingDependencyError
 
-__all__ = ["Kind", "load", "names", "refresh", "resolve"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-Kind = Literal["adapters", "backends", "codecs", "devices", "policies", "predictors"]
+__all__ = ["Kind", "factory", "load", "names", "refresh", "resolve"]
+
+Kind = Literal["adapters", "admissions", "backends", "codecs", "devices", "policies", "predictors"]
 """Groups of plug-ins; third parties use the entry point group ``tierkv.<kind>``."""
 
 _HF_HINT: Final = "pip install -c constraints.txt -e '.[hf]'"
@@ -31,6 +34,16 @@ _CORE_HINT: Final = "reinstall the package with its dependencies: pip install -e
 
 _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("adapters", "hf"): ("tierkv_adapters.hf", _HF_HINT),
+    ("admissions", "all"): ("tierkv.decisions.admission.everything:Everything", _CORE_HINT),
+    ("admissions", "second_use"): (
+        "tierkv.decisions.admission.second_use:SecondUse",
+        _CORE_HINT,
+    ),
+    ("admissions", "tinylfu"): ("tierkv.decisions.admission.tinylfu:TinyLfu", _CORE_HINT),
+    ("admissions", "write_budget"): (
+        "tierkv.decisions.admission.write_budget:WriteBudget",
+        _CORE_HINT,
+    ),
     ("backends", "device"): ("tierkv_backends.device:DeviceBackend", _CORE_HINT),
     ("backends", "file"): ("tierkv_backends.file:FileBackend", _CORE_HINT),
     ("backends", "host"): ("tierkv_backends.host:HostBackend", _CORE_HINT),
@@ -52,24 +65,39 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("devices", "cpu"): ("tierkv.device.cpu:CpuDevice", _CORE_HINT),
     ("devices", "cuda"): ("tierkv.device.cuda:CudaDevice", _CORE_HINT),
     ("devices", "sim"): ("tierkv.testing.accelerator:SimDevice", _CORE_HINT),
+    ("policies", "adaptive"): ("tierkv.decisions.policy.adaptive:Adaptive", _CORE_HINT),
+    ("policies", "arc"): ("tierkv.decisions.policy.arc:Arc", _CORE_HINT),
+    ("policies", "fifo"): ("tierkv.decisions.policy.fifo:Fifo", _CORE_HINT),
+    ("policies", "gdsf"): ("tierkv.decisions.policy.size_aware:Gdsf", _CORE_HINT),
+    ("policies", "gittins"): ("tierkv.decisions.policy.gittins:Gittins", _CORE_HINT),
+    ("policies", "importance"): ("tierkv.decisions.policy.importance:Importance", _CORE_HINT),
+    ("policies", "lfu"): ("tierkv.decisions.policy.lfu:Lfu", _CORE_HINT),
+    ("policies", "lfu_decay"): ("tierkv.decisions.policy.lfu:LfuDecay", _CORE_HINT),
     ("policies", "lrfu"): ("tierkv.decisions.policy.lrfu:Lrfu", _CORE_HINT),
     ("policies", "lru"): ("tierkv.decisions.policy.lru:Lru", _CORE_HINT),
+    ("policies", "lru2"): ("tierkv.decisions.policy.lru2:Lru2", _CORE_HINT),
+    ("policies", "s3fifo"): ("tierkv.decisions.policy.s3fifo:S3Fifo", _CORE_HINT),
+    ("policies", "size_aware"): ("tierkv.decisions.policy.size_aware:SizeAware", _CORE_HINT),
+    ("predictors", "arrival"): ("tierkv.decisions.predict.arrival:AtArrival", _CORE_HINT),
+    ("predictors", "chain"): ("tierkv.decisions.predict.chain:MostRecentChild", _CORE_HINT),
+    ("predictors", "oracle"): ("tierkv.decisions.predict.oracle:Oracle", _CORE_HINT),
+    ("predictors", "return_time"): ("tierkv.decisions.predict.return_time:ReturnTime", _CORE_HINT),
+    ("predictors", "sequential"): ("tierkv.decisions.predict.sequential:ReadAhead", _CORE_HINT),
 }
 
 # Names that the design reserves for later versions: asking for one is not a typing mistake.
 _PLANNED: Final[dict[str, frozenset[str]]] = {
     "adapters": frozenset({"trtllm", "vllm"}),
     "backends": frozenset({"redis", "s3"}),
-    "policies": frozenset(
-        {"adaptive", "arc", "fifo", "importance", "lfu", "lru2", "s3fifo", "size_aware"}
-    ),
 }
 
 _BASES: Final[dict[str, tuple[type, ...]]] = {
+    "admissions": (abc.Admission,),
     "backends": (abc.Backend,),
     "devices": (abc.Device,),
     "codecs": (abc.TensorCodec, abc.TensorBytesCodec, abc.BytesCodec),
     "policies": (abc.Policy,),
+    "predictors": (abc.Predictor,),
 }
 
 
@@ -130,6 +158,24 @@ def resolve(kind: Kind, name: str) -> Any:
         wanted = " or ".join(f"tierkv.abc.{base.__name__}" for base in bases)
         raise ConfigError(f"{kind}: {name!r} ({target}) is not a subclass of {wanted}")
     return found
+
+
+def factory(kind: Kind, text: str) -> Callable[[], Any]:
+    """What makes the plug-in that a configuration names: ``"name"`` or ``"name:option"``.
+
+    Raises:
+        ConfigError: if the name is unknown, or the plug-in does not take the option.
+        MissingDependencyError: as :func:`resolve`.
+    """
+    name, colon, option = text.partition(":")
+    made = resolve(kind, name)
+    make: Callable[[], Any] = functools.partial(made, option) if colon else made
+    try:
+        make()  # an option that means nothing is found at start, not at the first use
+    except TypeError as error:
+        why = f"takes no option, or another one: {text!r}" if colon else f"cannot be made: {error}"
+        raise ConfigError(f"{kind}: {name!r} {why}") from error
+    return make
 
 
 def load(target: str, *, what: str, hint: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Final
 
 from tierkv.errors import ConfigError
@@ -57,8 +58,8 @@ def parse_duration(value: float | str) -> float:
         ConfigError: if the duration is negative, not finite, or the unit unknown.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"a duration must be finite and not negative: {value}")
+        if not 0 <= value <= sys.float_info.max:
+            raise ConfigError("a duration must be finite and not negative")
         return float(value)
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _SECONDS:

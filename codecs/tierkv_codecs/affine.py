@@ -19,12 +19,15 @@ import math
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from tierkv.errors import CodecError, ConfigError
 from tierkv.views import over
 from tierkv_codecs import compiled
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 __all__ = [
     "FLOATS",
@@ -37,6 +40,7 @@ __all__ = [
     "grouped_as",
     "nearest",
     "read_row",
+    "row_of",
     "write_row",
 ]
 
@@ -139,15 +143,12 @@ def check_finite(name: str, low: torch.Tensor, high: torch.Tensor, dtype: str) -
         raise CodecError(f"{name}: NaN, infinite or huge values cannot be quantised")
 
 
-def _row(first: float, ratio: float) -> torch.Tensor:
+def _row(first: float, ratio: float) -> NDArray[np.float32]:
     """The steps 0, ``first``, ``first * ratio``, ... in float32, multiplied one by one."""
-    import numpy as np
-    import torch
-
     factors = np.full(_STEPS + 1, ratio)
     factors[:2] = 0.0, first
     np.cumprod(factors[1:], out=factors[1:])
-    return torch.from_numpy(factors.astype(np.float32))
+    return factors.astype(np.float32)
 
 
 def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor:
@@ -164,21 +165,46 @@ def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor
     import torch
 
     flat = steps.reshape(-1)
-    largest = float(flat.max())
-    used = flat[flat > 0]
-    first = max(float(used.min()), largest * _SPREAD, 2.0**-126) if used.numel() else 1.0
+    least, largest = compiled.bounds(flat) or _bounds(flat)
+    first = max(least, largest * _SPREAD, 2.0**-126) if largest > 0 else 1.0
     span = max(largest, first) / first
     ratio = span ** (1 / (_STEPS - 1)) * (1 + 2.0**-22) if span > 1 else 1.0
-    head = over(out, "float32", (2,))
-    head[0], head[1] = first, ratio
-    row = _row(float(head[0]), float(head[1]))
-    if up:
-        index = torch.searchsorted(row[1:], flat)
-    else:
-        index = torch.searchsorted((row[1:-1] * row[2:]).sqrt(), flat)
-    index = index.clamp_(max=_STEPS - 1).add_(1).masked_fill_(flat == 0, 0)
-    over(out[ROW_BYTES:], "uint8", (flat.numel(),)).copy_(index)
-    return row[index].view(steps.shape)
+    head = np.frombuffer(out, np.float32, 2)
+    head[:] = first, ratio
+    row = _row(*head.tolist())
+    limits = row[1:]
+    if not up:
+        wide = row.astype(np.float64)  # squares of large steps overflow in float32
+        limits = np.sqrt(wide[1:-1] * wide[2:]).astype(np.float32)
+    index = over(out[ROW_BYTES:], "uint8", (flat.numel(),))
+    if not compiled.places(flat, limits, index):
+        index.copy_(_places(flat, torch.from_numpy(limits)))
+    return torch.from_numpy(row).index_select(0, index.int()).view(steps.shape)
+
+
+def _bounds(steps: torch.Tensor) -> tuple[float, float]:
+    used = steps[steps > 0]
+    return (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
+
+
+def _places(steps: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """One more than how many of ``limits`` are below each number, 255 at most; 0 for 0."""
+    import torch
+
+    index = torch.searchsorted(limits, steps)
+    return index.clamp_(max=_STEPS - 1).add_(1).masked_fill_(steps == 0, 0)
+
+
+def row_of(name: str, data: memoryview) -> NDArray[np.float32]:
+    """The float32 steps that a description (:func:`write_row`) stands for, by index; the first 0.
+
+    Raises:
+        CodecError: if the description is none.
+    """
+    first, ratio = np.frombuffer(data, np.float32, 2).tolist()
+    if not (0 < first < math.inf and 1 <= ratio < 2):
+        raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
+    return _row(first, ratio)
 
 
 def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tensor:
@@ -187,12 +213,10 @@ def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tenso
     Raises:
         CodecError: if the description is none.
     """
-    first, ratio = over(data, "float32", (2,)).tolist()
-    if not (0 < first < math.inf and 1 <= ratio < 2):
-        raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
-    row = _row(first, ratio)
+    import torch
+
     index = over(data[ROW_BYTES:], "uint8", (prod(shape),))
-    return row.index_select(0, index.int()).view(shape)
+    return torch.from_numpy(row_of(name, data)).index_select(0, index.int()).view(shape)
 
 
 def nearest(numbers: torch.Tensor, top: int) -> torch.Tensor:

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "bounds",
     "codes_by_channel",
     "codes_by_row",
     "extremes_by_channel",
     "extremes_by_row",
     "field_by_channel",
     "field_by_row",
+    "group_of",
     "pack_field",
+    "places",
     "two_fields_by_channel",
     "two_fields_by_row",
 ]
@@ -27,6 +30,8 @@ _ONE = np.uint32(1)
 _HIGH = np.uint32(16)
 _FIFTEEN16 = np.int16(15)
 _LOWER = np.int16(0x7FFF)
+_NONE = np.float32(0)
+_INFINITE = np.float32(np.inf)
 
 
 def extremes_by_channel(source: _Array, tokens: int, size: int, low: _Array, high: _Array) -> None:
@@ -153,30 +158,48 @@ def pack_field(codes: _Array, low: int, width: int, area: _Array) -> None:
                     target[d] = np.uint8(np.uint32(target[d]) | field)
 
 
+def group_of(scale: _Array, index: _Array, lows: _Array, step: _Array, low: _Array) -> None:
+    """Steps and minima of a group for each channel; see :func:`field_by_channel`."""
+    for d in range(index.size):
+        step[d] = scale[index[d]]
+        low[d] = np.uint32(np.uint32(lows[d]) << _HIGH).view(np.float32)
+
+
 def field_by_channel(
-    area: _Array, width: int, step: _Array, low: _Array, tokens: int, size: int, out: _Array
+    area: _Array,
+    width: int,
+    scale: _Array,
+    index: _Array,
+    lows: _Array,
+    tokens: int,
+    size: int,
+    out: _Array,
 ) -> None:
     """``code * step + low`` for ``[heads * tokens, dim]``, groups of ``size`` tokens.
 
     Args:
         area: uint8 ``[byte rows, dim]``: codes of one field, see :mod:`tierkv_codecs.packing`.
         width: Bits of a code, 1 to 8.
-        step: float32 ``[heads * groups, dim]``.
-        low: As ``step``.
+        scale: float32 ``[256]``: the steps that there are.
+        index: uint8 ``[heads * groups, dim]``: which of them a group has.
+        lows: As ``index``: the minimum of each group, bfloat16 as its bits.
         tokens: Rows of a head.
         size: Tokens of a group.
         out: ``[heads * tokens, dim]``.
     """
     rows, dim = out.shape
+    step, low = np.empty(dim, np.float32), np.empty(dim, np.float32)
     count = area.shape[0]
     group = taken = token = part = at = 0
     # a shift by a variable would need registers of twice the width; a product is exact as well
     mask, down = np.uint8((1 << width) - 1), np.float32(1.0)
     for row in range(rows):
-        bytes_, s, m, target = area[at], step[group], low[group], out[row]
+        if taken == 0:
+            group_of(scale, index[group], lows[group], step, low)
+        bytes_, target = area[at], out[row]
         for d in range(dim):
             code = np.float32(np.float32(np.uint8(bytes_[d] & mask)) * down)
-            bits = np.float32(code * s[d] + m[d]).view(np.uint32)
+            bits = np.float32(code * step[d] + low[d]).view(np.uint32)
             target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
         taken += 1
         token += 1
@@ -193,15 +216,22 @@ def field_by_channel(
 
 
 def field_by_row(
-    area: _Array, width: int, step: _Array, low: _Array, size: int, out: _Array
+    area: _Array,
+    width: int,
+    scale: _Array,
+    index: _Array,
+    lows: _Array,
+    size: int,
+    out: _Array,
 ) -> None:
-    """As :func:`field_by_channel` for rows, groups of ``size`` numbers; step ``[rows, groups]``."""
+    """As :func:`field_by_channel` for rows, ``size`` numbers a group; index ``[rows, groups]``."""
     count = area.shape[0]
     part = at = 0
     mask, down = np.uint8((1 << width) - 1), np.float32(1.0)
     for row in range(out.shape[0]):
-        for group in range(step.shape[1]):
-            s, m = step[row, group], low[row, group]
+        for group in range(index.shape[1]):
+            s = scale[index[row, group]]
+            m = np.uint32(np.uint32(lows[row, group]) << _HIGH).view(np.float32)
             bytes_ = area[at, group * size : (group + 1) * size]
             target = out[row, group * size : (group + 1) * size]
             for d in range(target.size):
@@ -220,29 +250,33 @@ def two_fields_by_channel(
     lower: _Array,
     upper: _Array,
     widths: tuple[int, int],
-    step: _Array,
-    low: _Array,
+    scale: _Array,
+    index: _Array,
+    lows: _Array,
     tokens: int,
     size: int,
     out: _Array,
 ) -> None:
     """As :func:`field_by_channel` for codes of two fields, each with an area of its own."""
     rows, dim = out.shape
+    step, low = np.empty(dim, np.float32), np.empty(dim, np.float32)
     one, two = lower.shape[0], upper.shape[0]
     group = taken = token = 0
     for row in range(rows):
+        if taken == 0:
+            group_of(scale, index[group], lows[group], step, low)
         part, other = row // one, row // two
         mask = np.uint8(((1 << widths[0]) - 1) << part * widths[0])
         more = np.uint8(((1 << widths[1]) - 1) << other * widths[1])
         down = np.float32(1.0 / (1 << part * widths[0]))
         turn = np.float32((1 << widths[0]) / (1 << other * widths[1]))
         first, second = lower[row - part * one], upper[row - other * two]
-        s, m, target = step[group], low[group], out[row]
+        target = out[row]
         for d in range(dim):
             field = np.float32(np.float32(np.uint8(first[d] & mask)) * down)
             rest = np.float32(np.float32(np.uint8(second[d] & more)) * turn)
             code = np.float32(field + rest)
-            bits = np.float32(code * s[d] + m[d]).view(np.uint32)
+            bits = np.float32(code * step[d] + low[d]).view(np.uint32)
             target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
         taken += 1
         token += 1
@@ -256,8 +290,9 @@ def two_fields_by_row(
     lower: _Array,
     upper: _Array,
     widths: tuple[int, int],
-    step: _Array,
-    low: _Array,
+    scale: _Array,
+    index: _Array,
+    lows: _Array,
     size: int,
     out: _Array,
 ) -> None:
@@ -269,8 +304,9 @@ def two_fields_by_row(
         more = np.uint8(((1 << widths[1]) - 1) << other * widths[1])
         down = np.float32(1.0 / (1 << part * widths[0]))
         turn = np.float32((1 << widths[0]) / (1 << other * widths[1]))
-        for group in range(step.shape[1]):
-            s, m = step[row, group], low[row, group]
+        for group in range(index.shape[1]):
+            s = scale[index[row, group]]
+            m = np.uint32(np.uint32(lows[row, group]) << _HIGH).view(np.float32)
             one = first[group * size : (group + 1) * size]
             two = second[group * size : (group + 1) * size]
             target = out[row, group * size : (group + 1) * size]
@@ -280,3 +316,29 @@ def two_fields_by_row(
                 code = np.float32(field + rest)
                 bits = np.float32(code * s + m).view(np.uint32)
                 target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def bounds(numbers: _Array) -> tuple[Any, Any]:
+    """Smallest positive and largest of float32 numbers that are at least 0; 0 if there is none."""
+    least, most = _INFINITE, _NONE
+    for i in range(numbers.size):
+        number = numbers[i]
+        most = max(most, number)
+        least = min(least, number if number > _NONE else _INFINITE)
+    return (least if most > _NONE else _NONE), most
+
+
+def places(numbers: _Array, limits: _Array, index: _Array) -> None:
+    """One more than how many of ``limits`` are below each number; 0 for 0.
+
+    Args:
+        numbers: float32, at least 0.
+        limits: float32 ``[255]``, ascending; at most 254 are counted.
+        index: uint8, as ``numbers``.
+    """
+    for i in range(numbers.size):
+        number = numbers[i]
+        at = 0
+        for half in (128, 64, 32, 16, 8, 4, 2, 1):  # no branch: which way it goes is anyone's guess
+            at += half * int(limits[at + half - 1] < number)
+        index[i] = min(at, 254) + 1 if number > _NONE else 0

@@ -9,16 +9,18 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tierkv.views import over
+import numpy as np
+
 from tierkv_codecs.kernels import bits16, kernel
 from tierkv_codecs.packing import fields
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from tierkv_codecs.affine import Groups
 
-__all__ = ["decode", "extremes", "find_codes"]
+__all__ = ["bounds", "decode", "extremes", "find_codes", "places"]
 
 
 def _rows(tensor: torch.Tensor) -> tuple[int, int]:
@@ -65,8 +67,6 @@ def find_codes(
     codes: torch.Tensor,
 ) -> bool:
     """Round ``(number - low) * inverse`` to the codes 0 to ``top``: uint8, as ``source``."""
-    import numpy as np
-
     by_channel = _by_channel(groups, source)
     loop = kernel("codes_by_channel" if by_channel else "codes_by_row")
     bits = bits16(source, _rows(source))
@@ -82,15 +82,38 @@ def find_codes(
     return True
 
 
+def bounds(steps: torch.Tensor) -> tuple[float, float] | None:
+    """Smallest positive and largest of float32 numbers; None if there is no loop."""
+    loop = kernel("bounds")
+    if loop is None:
+        return None
+    least, most = loop(steps.numpy())
+    return float(least), float(most)
+
+
+def places(steps: torch.Tensor, limits: NDArray[np.float32], index: torch.Tensor) -> bool:
+    """Write one more than how many of ``limits`` (at most 255) are below each number; 0 for 0."""
+    loop = kernel("places")
+    if loop is None:
+        return False
+    padded = np.full(255, np.inf, np.float32)
+    padded[: len(limits)] = limits
+    loop(steps.numpy(), padded, index.numpy())
+    return True
+
+
 def decode(
-    data: memoryview,
-    bits: int,
-    groups: Groups,
-    step: torch.Tensor,
-    low: torch.Tensor,
-    into: torch.Tensor,
+    data: memoryview, bits: int, groups: Groups, row: NDArray[np.float32], into: torch.Tensor
 ) -> bool:
-    """Write ``code * step + low`` for packed codes: reads every byte and writes ``into`` once."""
+    """Write ``code * step + low`` for packed codes: reads every byte and writes ``into`` once.
+
+    Args:
+        data: Index of the step of each group, the minimum of each group, the packed codes.
+        bits: Bits of a code.
+        groups: How the tensor is cut.
+        row: The steps that there are.
+        into: The target.
+    """
     rows, dim = _rows(into)
     out = bits16(into, (rows, dim))
     parts = list(fields(rows, bits))
@@ -99,14 +122,16 @@ def decode(
     loop = kernel(f"{name}_by_channel" if by_channel else f"{name}_by_row")
     if out is None or loop is None:
         return False
-    shape = (-1, dim if by_channel else groups.places)
-    s, m = (t.reshape(shape).numpy() for t in (step, low))
-    areas, at = [], 0
-    for _, _, count in parts:
-        areas.append(over(data[at:], "uint8", (count, dim)).numpy())
-        at += count * dim
+    shape = (groups.number // dim, dim) if by_channel else (rows, groups.places)
+    count = groups.number
+    index = np.frombuffer(data, np.uint8, count).reshape(shape)
+    lows = np.frombuffer(data, np.uint16, count, count).reshape(shape)
+    areas, at = [], 3 * count
+    for _, _, length in parts:
+        areas.append(np.frombuffer(data, np.uint8, length * dim, at).reshape(length, dim))
+        at += length * dim
     widths = tuple(width for width, _, _ in parts)
-    how = (*areas, widths if len(parts) > 1 else widths[0], s, m)
+    how = (*areas, widths if len(parts) > 1 else widths[0], row, index, lows)
     if by_channel:
         loop(*how, into.shape[1], groups.size, out)
     else:

@@ -36,6 +36,7 @@ from tierkv_codecs.affine import (
     grouped_as,
     nearest,
     read_row,
+    row_of,
     write_row,
 )
 from tierkv_codecs.packing import pack, packed_bytes, unpack
@@ -127,12 +128,13 @@ class Grouped(TensorBytesCodec):
         if due == 0:
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
+        row = row_of(self.name, data)
+        if compiled.decode(data[ROW_BYTES:], self.bits, groups, row, into):
+            return
         step = read_row(self.name, data, groups.shape)
         at = ROW_BYTES + groups.number
         low = over(data[at:], dtype, groups.shape).float()
         at += groups.number * DTYPE_BYTES[dtype]
-        if compiled.decode(data[at:], self.bits, groups, step, low, into):
-            return
         codes = torch.empty(shape, dtype=torch.uint8)
         unpack(data[at:], self.bits, codes.view(-1, shape[-1]))
         for piece, q, m, s in zip(

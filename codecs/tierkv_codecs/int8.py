@@ -13,7 +13,7 @@ quantisation itself.
 
 Passes over memory: encode reads the source twice (extremes, codes) and writes the codes; decode
 reads the codes and writes the target once. In torch, decode converts, multiplies, adds and rounds
-in tiles that stay in the second-level cache, in memory that the thread keeps. With the extra
+in tiles that stay in the cache, in memory that the thread keeps. With the extra
 ``fast`` and contiguous bfloat16, encoding and decoding are one compiled loop each.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,7 +45,7 @@ _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _STEPS = 255
 _REFUSED = "int8: NaN, infinite or huge values cannot be quantised"
 _WHOLE = 1 << 62  # a group is a whole channel of the block, or a whole row
-_TILE = 1 << 17  # numbers worked on at once: the temporary stays in the second-level cache
+_TILE = 1 << 19  # numbers worked on at once: calls take long beside the arithmetic of fewer
 
 
 class _PerThread(threading.local):
@@ -78,13 +79,24 @@ def _tiles(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     if len(shape) == 1 or prod(shape) <= _TILE:
         yield tensors
         return
-    inner = prod(shape[2:]) if len(shape) > 2 else 1
-    columns = max(1, min(shape[1], _TILE // inner)) if len(shape) > 2 else shape[1]
-    rows = max(1, _TILE // (columns * inner))
-    for row in range(0, shape[0], rows):
-        part = [t if t.shape[0] == 1 else t[row : row + rows] for t in tensors]
-        for at in range(0, shape[1], columns):
-            yield tuple(t if t.shape[1] == 1 else t[:, at : at + columns] for t in part)
+    inner = prod(shape[1:])
+    if inner <= _TILE or len(shape) == 2:
+        yield from _split(0, max(1, _TILE // inner), tensors)
+        return
+    columns = max(1, _TILE // prod(shape[2:]))
+    for part in _split(0, 1, tensors):
+        yield from _split(1, columns, part)
+
+
+def _split(
+    axis: int, size: int, tensors: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    import torch
+
+    # all views of a tensor in one call: one by one, they take as long as the arithmetic
+    parts = [repeat(t) if t.shape[axis] == 1 else torch.split(t, size, axis) for t in tensors]
+    first, *others = parts
+    return zip(first, *others, strict=False)
 
 
 def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

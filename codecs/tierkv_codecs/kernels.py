@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["CALLS", "available", "bits16", "kernel"]
 
 
-_MODULES = ("affine_loops", "byte_loops", "loops", "rotation_loops")
+_MODULES = ("affine_loops", "byte_loops", "fitting_loops", "loops", "rotation_loops")
 CALLS: Final = {
-    "levels_by_row": ("look_up", "odd_steps", "pick", "spread", "transform"),
-    "rotate_rows": ("odd_steps", "transform"),
-    "transform": ("odd_steps",),
+    "field_by_channel": ("group_of",),
+    "fit_rows": ("repeated", "squares", "summed", "weighed"),
+    "levels_by_row": ("lane_by_lane", "paired", "rounded", "transform"),
+    "nearest_levels": ("counted", "lane_by_lane", "repeated"),
+    "rotate_rows": ("magnitude", "side_by_side", "signed", "transform"),
+    "transform": ("eight", "eight_scaled", "four", "two"),
+    "two_fields_by_channel": ("group_of",),
 }
 """What a loop calls."""
 

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "centered",
+    "distances",
     "floats8_by_channel",
     "floats8_by_row",
     "merge2",
+    "restored",
     "split2",
 ]
 
@@ -85,3 +88,55 @@ def floats8_by_row(codes: _Array, scale: _Array, out: _Array) -> None:
             value = np.float32(small.view(np.float32) * _UP)
             bits = np.float32(value * s).view(np.uint32)
             out[row, d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def distances(plane: _Array, periods: _Array, found: _Array) -> None:
+    """Sum of the differences between bytes that are a period apart, for several periods.
+
+    Args:
+        plane: uint8.
+        periods: int64 ``[n]``.
+        found: int64 ``[n]``; as many pairs count for each.
+    """
+    pairs = plane.size - periods.max()
+    for at in range(periods.size):
+        later, total = plane[periods[at] :], 0
+        for i in range(pairs):
+            one, other = plane[i], later[i]
+            total += int(max(one, other) - min(one, other))
+        found[at] = total
+
+
+def centered(plane: _Array, piece: int, bias: int, base: _Array, rest: _Array) -> None:
+    """Take its mean from every column of each piece.
+
+    Args:
+        plane: uint8 ``[rows, columns]``.
+        piece: Rows of a piece, 256 at most.
+        bias: Added to the differences.
+        base: uint8 ``[pieces, columns]``: the means, rounded.
+        rest: uint8, as ``plane``: the differences, modulo 256.
+    """
+    rows, columns = plane.shape
+    sums = np.empty(columns, np.uint16)
+    for first in range(0, rows, piece):
+        count, means = min(piece, rows - first), base[first // piece]
+        sums[:] = np.uint16(0)
+        for row in range(first, first + count):
+            numbers = plane[row]
+            for i in range(columns):
+                sums[i] = np.uint16(sums[i] + numbers[i])
+        for i in range(columns):
+            means[i] = (2 * int(sums[i]) + count) // (2 * count)
+        for row in range(first, first + count):
+            numbers, target = plane[row], rest[row]
+            for i in range(columns):
+                target[i] = np.uint8(int(numbers[i]) - int(means[i]) + bias & 0xFF)
+
+
+def restored(rest: _Array, piece: int, bias: int, base: _Array, plane: _Array) -> None:
+    """Undo :func:`centered`."""
+    for row in range(rest.shape[0]):
+        numbers, target, means = rest[row], plane[row], base[row // piece]
+        for i in range(means.size):
+            target[i] = np.uint8(int(numbers[i]) + int(means[i]) - bias & 0xFF)

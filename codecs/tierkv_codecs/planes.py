@@ -5,13 +5,18 @@ a third once the two are told apart (ZipNN, Hershcovitch et al., arXiv 2411.0523
 Singer, arXiv 2508.19263). Words are rotated left by one bit first, which puts the whole exponent
 of bfloat16 and float32 into one byte and the sign beside the mantissa. Exponents have no memory:
 looking for repeats loses ratio and time, so that zstd codes literals only (plain zstd reaches
-1.27 on bfloat16 KV, planes 1.46 to 1.49).
+1.27 on bfloat16 KV, planes 1.48 to 1.50).
 
 The codec sees bytes, not a dtype: it takes the width of a word (1, 2, 4 or 8 bytes) for which the
 order-0 entropy of a sample is least. A wrong width costs ratio and nothing else.
 
-Encoding: one byte of width, then for each plane, least significant first, a little-endian u32
-(length of its zstd frame; 0: stored as it is), then the planes, then the bytes that fill no word.
+Keys have a second kind of order: the exponents of a channel hardly change. Where that pays, the
+most significant plane is centred (:mod:`tierkv_codecs.centering`), and its means are one more part.
+
+Encoding: one byte of width; if the last plane is centred, 64 is added to it and the length of a row
+follows (u16); then for each plane, least significant first, and for the means, a u32 (length of the
+zstd frame; 0: stored as it is); then the planes, the means, and the bytes that fill no word. All
+integers are little-endian.
 
 Passes over memory, 2-byte words: encode reads the source once and writes two planes, in tiles that
 stay in the cache, and zstd reads one of them; decode writes one plane (zstd) and then reads both
@@ -29,6 +34,8 @@ import zstandard
 
 from tierkv.abc import BytesCodec
 from tierkv.errors import CodecError
+from tierkv_codecs.centering import base_bytes, center, period, restore
+from tierkv_codecs.frames import decode_frame
 from tierkv_codecs.kernels import kernel
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ _SAMPLE = 512  # groups of 8 bytes looked at to find the width
 _WORTH = 0.1  # bits a byte by which a wider word must win
 _NOISE = 7.85  # bits a byte from which on a plane is left alone
 _MAX_PLANE = (1 << 32) - 1
+_CENTERED = 0x40  # added to the width: the most significant plane is centred
 _MIN_PLANE = 64  # zstd's own header would eat the gain
 
 _Bytes = Any  # NDArray[np.uint8]; numpy's stubs make arithmetic on it unreadable
@@ -62,7 +70,6 @@ class _PerThread(threading.local):
                 write_dict_id=False,
             )
         )
-        self.decompressor = zstandard.ZstdDecompressor()
         self.planes: _Bytes = np.empty(0, np.uint8)
 
     def room(self, nbytes: int) -> _Bytes:
@@ -183,13 +190,21 @@ class Planes(BytesCodec):
         source = np.frombuffer(data, np.uint8)
         width, coded = _choose(source)
         count = source.size // width
-        planes = _own.room(count * width).reshape(width, count)
+        room = _own.room(count * (width + 1))
+        planes = room[: count * width].reshape(width, count)
         _split(source[: count * width], width, planes)
-        stored: list[Any] = []
+        parts = list(zip(planes, coded, strict=True))
         header = bytearray([width])
-        for plane, worth in zip(planes, coded, strict=True):
-            packed = _own.compressor.compress(plane.data) if worth and count > _MIN_PLANE else b""
-            used = 0 < len(packed) < count - count // 32  # worth decoding from 3 % on
+        columns, base = _centered(planes[-1], room[count * width :]) if width > 1 else (0, None)
+        if base is not None:
+            header[0] |= _CENTERED
+            header += columns.to_bytes(2, "little")
+            parts[-1:] = [(room[count * width :], True), (base, True)]
+        stored: list[Any] = []
+        for plane, worth in parts:
+            due = plane.size
+            packed = _own.compressor.compress(plane.data) if worth and due > _MIN_PLANE else b""
+            used = 0 < len(packed) < due - due // 32  # worth decoding from 3 % on
             header += (len(packed) if used else 0).to_bytes(4, "little")
             stored.append(np.frombuffer(packed, np.uint8) if used else plane)
         pieces = [np.frombuffer(header, np.uint8), *stored, source[count * width :]]
@@ -210,37 +225,67 @@ class Planes(BytesCodec):
             if len(out) != len(data):
                 raise CodecError(f"planes: {len(data)} bytes cannot hold {len(out)}")
             return
-        width = data[0]
-        at = 1 + 4 * width
-        if width not in _WIDTHS or len(data) < at:
-            raise CodecError(f"planes: words of {width} bytes in an encoding of {len(data)} bytes")
-        count, rest = divmod(len(out), width)
-        lengths = [int.from_bytes(data[i : i + 4], "little") for i in range(1, at, 4)]
-        due = at + sum(length or count for length in lengths) + rest
-        if due != len(data):
-            raise CodecError(
-                f"planes: {len(data)} bytes, but the planes of {len(out)} bytes take {due}"
-            )
-        planes = []
-        for length in lengths:
-            piece = data[at : at + (length or count)]
-            planes.append(np.frombuffer(_plain(piece, count) if length else piece, np.uint8))
-            at += len(piece)
+        width, columns, sizes, at = _header(data, len(out))
+        count = len(out) // width
         target = np.frombuffer(out, np.uint8)
-        if count:
-            _merge(planes, width, target[: count * width])
-        target[count * width :] = np.frombuffer(data, np.uint8)[at:]
+        target[count * width :] = np.frombuffer(data, np.uint8)[len(data) - len(out) % width :]
+        if not count:
+            return
+        room = _own.room(count + sum(due for due, length in sizes if length))
+        planes, used = [], count
+        for due, length in sizes:
+            piece = data[at : at + (length or due)]
+            at += len(piece)
+            if length:
+                decode_frame(self.name, piece, room[used : used + due].data)
+                planes.append(room[used : used + due])
+                used += due
+            else:
+                planes.append(np.frombuffer(piece, np.uint8))
+        if columns:
+            rest, base = planes[-2:]
+            planes[-2:] = [room[:count]]
+            restore(rest, columns, base, room[:count])
+        _merge(planes, width, target[: count * width])
 
 
-def _plain(data: memoryview, due: int) -> bytes:
-    """Decode one zstd frame of exactly ``due`` bytes."""
-    try:
-        claimed = zstandard.get_frame_parameters(data)
-        if claimed.content_size != due or claimed.dict_id:
-            raise CodecError(f"planes: a plane of other than {due} bytes, or with a dictionary")
-        plain: bytes = _own.decompressor.decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"planes: {error}") from error
-    if len(plain) != due:
-        raise CodecError(f"planes: {len(plain)} bytes came out of a plane, {due} are due")
-    return plain
+def _header(data: memoryview, size: int) -> tuple[int, int, list[tuple[int, int]], int]:
+    """Width, columns (0: not centred), plain and stored length of each part, start of the first.
+
+    Raises:
+        CodecError: if it is no header, or not that of an encoding of this length.
+    """
+    width, columns, at = data[0] & ~_CENTERED, 0, 1
+    if data[0] & _CENTERED and len(data) > 3:
+        columns, at = int.from_bytes(data[1:3], "little"), 3
+    parts = width + (columns > 0)
+    start = at + 4 * parts
+    centered = bool(data[0] & _CENTERED)
+    if width not in _WIDTHS or len(data) < start or centered != (columns > 0) or width < parts - 1:
+        raise CodecError(
+            f"planes: words of {width} bytes in rows of {columns}, in an encoding of {len(data)} "
+            "bytes"
+        )
+    count, rest = divmod(size, width)
+    dues = [count] * width + ([base_bytes(count, columns)] if columns else [])
+    lengths = [int.from_bytes(data[i : i + 4], "little") for i in range(at, start, 4)]
+    sizes = list(zip(dues, lengths, strict=True))
+    due = start + sum(length or plain for plain, length in sizes) + rest
+    if due != len(data):
+        raise CodecError(f"planes: {len(data)} bytes, but the planes of {size} bytes take {due}")
+    return width, columns, sizes, start
+
+
+def _centered(plane: _Bytes, rest: _Bytes) -> tuple[int, _Bytes | None]:
+    """Length of a row and the means, if it pays to take them away; ``rest`` is what remains."""
+    columns = period(plane)
+    if not columns:
+        return 0, None
+    base = center(plane, columns, rest)
+    terms, bits = _TERMS, []
+    for numbers in (plane, rest):
+        counts = np.bincount(numbers[: 8 * _SAMPLE], minlength=256)
+        total = int(counts.sum())
+        bits.append(np.log2(total) - float(terms[counts].sum()) / total)
+    spare = 8 * base.size / plane.size  # bits a byte that the means take at most
+    return (columns, base) if bits[0] - bits[1] > spare else (0, None)

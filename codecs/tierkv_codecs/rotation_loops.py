@@ -1,10 +1,10 @@
 """Loops of the rotated codecs; the rules of :mod:`tierkv_codecs.loops` hold here too.
 
-The transform has the same geometry in every step: it reads neighbours and writes the sums to the
-front and the differences to the back, so that a step turns the bits of the place by one; after the
-last step they are where they were. What is added to what, and when, is as in
-:mod:`tierkv_codecs.hadamard`, so that the results are the same to the bit; wide registers are full
-in every step.
+Sixteen rows at a time are worked on side by side: number ``d`` of all of them lies in one place
+(``work[line, 16 * d : 16 * d + 16]``, a lane a row), so that every step of the transform is plain
+arithmetic on whole registers, three steps to a pass over memory that stays in the nearest cache.
+What is added to what, and when, is as in :mod:`tierkv_codecs.hadamard`: the results are the same
+to the bit. In decoding, a lane is a row of the lower or of the upper halves of a row of bytes.
 """
 
 from __future__ import annotations
@@ -14,80 +14,184 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "count_above",
+    "eight",
+    "eight_scaled",
+    "four",
+    "lane_by_lane",
     "levels_by_row",
-    "look_up",
-    "odd_steps",
-    "pick",
-    "rotate_rows",
-    "spread",
+    "paired",
+    "rounded",
     "transform",
+    "two",
 ]
 
 _Array = Any
 _HALF = np.uint32(0x7FFF)
 _ONE = np.uint32(1)
 _HIGH = np.uint32(16)
-_FEW = 4
-_MANY = 16
-_MIDDLE = np.float32(7.5)
-_PLACES = tuple(np.float32(place) for place in range(8))
+_LANES = 16
+_BY_1, _BY_8, _BY_64 = (0,), (0,) * 8, (0,) * 64
+_NONE = np.float32(0)
 
 
-def count_above(numbers: _Array, inverse: _Array, cuts: tuple[Any, ...], codes: _Array) -> None:
-    """How many of ``cuts`` are below ``number * inverse``.
+def two(source: _Array, target: _Array, size: int, near: tuple[int, ...]) -> None:
+    """One step of the transform: numbers that are ``len(near)`` apart.
 
-    Args:
-        numbers: float32 ``[dim, rows]``.
-        inverse: float32 ``[rows]``.
-        cuts: float32, as a tuple: its length is part of the compiled loop.
-        codes: uint8, as ``numbers``.
+    The length of a tuple is part of the compiled loop, which a mere number would not be; and a
+    slice is indexed from zero, so that no index has to be looked at for its sign.
     """
-    for d in range(numbers.shape[0]):
-        row, target = numbers[d], codes[d]
-        for i in range(row.size):
-            scaled = np.float32(row[i] * inverse[i])
-            found = np.uint32(0)
-            for cut in cuts:
-                found += np.uint32(scaled > cut)
-            target[i] = found
+    h = len(near) * _LANES
+    for block in range(0, size * _LANES, 2 * h):
+        s, t = source[block:], target[block:]
+        for i in range(h):
+            a, b = s[i], s[i + h]
+            t[i] = a + b
+            t[i + h] = a - b
 
 
-def odd_steps(size: int) -> int:
-    """1 if the transform of ``size`` numbers has an odd number of steps, else 0."""
-    odd = 0
-    while size > 1:
-        odd = 1 - odd
-        size //= 2
-    return odd
+def four(source: _Array, target: _Array, size: int, near: tuple[int, ...]) -> None:
+    """Two steps: ``len(near)`` and twice as far apart."""
+    h = len(near) * _LANES
+    for block in range(0, size * _LANES, 4 * h):
+        s, t = source[block:], target[block:]
+        for i in range(h):
+            a, b, c, d = s[i], s[i + h], s[i + 2 * h], s[i + 3 * h]
+            a, b, c, d = a + b, a - b, c + d, c - d
+            t[i] = a + c
+            t[i + h] = b + d
+            t[i + 2 * h] = a - c
+            t[i + 3 * h] = b - d
 
 
-def transform(work: _Array, count: int, size: int) -> None:
-    """Walsh-Hadamard transform of several rows at once, neighbours first.
+def eight(source: _Array, target: _Array, size: int, near: tuple[int, ...]) -> None:
+    """Three steps: ``len(near)``, twice and four times as far apart."""
+    m = len(near) * _LANES
+    for block in range(0, size * _LANES, 8 * m):
+        s, t = source[block:], target[block:]
+        for i in range(m):
+            a, b, c, d = s[i], s[i + m], s[i + 2 * m], s[i + 3 * m]
+            e, f, g, h = s[i + 4 * m], s[i + 5 * m], s[i + 6 * m], s[i + 7 * m]
+            a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+            a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+            t[i] = a + e
+            t[i + m] = b + f
+            t[i + 2 * m] = c + g
+            t[i + 3 * m] = d + h
+            t[i + 4 * m] = a - e
+            t[i + 5 * m] = b - f
+            t[i + 6 * m] = c - g
+            t[i + 7 * m] = d - h
+
+
+def eight_scaled(source: _Array, factors: _Array, target: _Array, size: int) -> None:
+    """As :func:`eight` for neighbours, of numbers times the factors of their lanes."""
+    m = _LANES
+    for block in range(0, size * _LANES, 8 * m):
+        s, t = source[block:], target[block:]
+        for i in range(m):
+            x = factors[i]
+            a, b, c, d = s[i] * x, s[i + m] * x, s[i + 2 * m] * x, s[i + 3 * m] * x
+            e, f, g, h = s[i + 4 * m] * x, s[i + 5 * m] * x, s[i + 6 * m] * x, s[i + 7 * m] * x
+            a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+            a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+            t[i] = a + e
+            t[i + m] = b + f
+            t[i + 2 * m] = c + g
+            t[i + 3 * m] = d + h
+            t[i + 4 * m] = a - e
+            t[i + 5 * m] = b - f
+            t[i + 6 * m] = c - g
+            t[i + 7 * m] = d - h
+
+
+def transform(work: _Array, factors: _Array, size: int) -> int:
+    """Walsh-Hadamard transform of sixteen rows, neighbours first.
 
     Args:
-        work: float32 ``[2, >= count]``: the rows, one by one, are in the first line if the number
-            of steps is even, otherwise in the second; the result is in the first, column by column.
-        count: Numbers of all rows.
+        work: float32 ``[2, >= 16 * size]``; the rows are in the first line.
+        factors: float32 ``[16]``: what each row is multiplied by first.
         size: Length of a row, a power of two.
+
+    Returns:
+        The line in which the result is.
     """
-    half = count // 2
-    here = odd_steps(size)
-    left = size
-    while left > 1:
-        source = work[here, :count]
-        first, second = work[1 - here, :half], work[1 - here, half:count]
-        for i in range(half):
-            a, b = source[2 * i], source[2 * i + 1]
-            first[i] = a + b
-            second[i] = a - b
+    one, other = work[0], work[1]
+    if size < 8:
+        for i in range(size * _LANES):
+            one[i] *= factors[i % _LANES]
+        if size == 4:
+            four(one, other, size, _BY_1)
+        elif size == 2:
+            two(one, other, size, _BY_1)
+        return 0 if size == 1 else 1
+    eight_scaled(one, factors, other, size)
+    if size == 8:
+        return 1
+    if size < 64:
+        if size == 16:
+            two(other, one, size, _BY_8)
+        else:
+            four(other, one, size, _BY_8)
+        return 0
+    eight(other, one, size, _BY_8)
+    if size == 128:
+        two(one, other, size, _BY_64)
+    elif size == 256:
+        four(one, other, size, _BY_64)
+    elif size > 256:
+        eight(one, other, size, _BY_64)
+    here, half = 0 if size == 64 else 1, 512 * _LANES
+    while half < size * _LANES:  # as long as this they are rare
+        source, target = work[here], work[1 - here]
+        for block in range(0, size * _LANES, 2 * half):
+            for i in range(block, block + half):
+                target[i] = source[i] + source[i + half]
+                target[i + half] = source[i] - source[i + half]
+        half *= 2
         here = 1 - here
-        left //= 2
+    return here
+
+
+def paired(packed: _Array, first: int, pairs: int, table: _Array, target: _Array) -> None:
+    """Look both halves of some rows of bytes up: two lanes a row, the lower halves first.
+
+    Args:
+        packed: uint8 ``[rows of bytes, size]``.
+        first: The first of the rows.
+        pairs: How many, 8 at most.
+        table: uint64 ``[256]``: two float32 numbers for each byte.
+        target: A line of ``work``, as uint64.
+    """
+    for i in range(pairs):
+        for d in range(packed.shape[1]):
+            target[d * (_LANES // 2) + i] = table[packed[first + i, d]]
+
+
+def rounded(source: _Array, sign: _Array, target: _Array) -> None:
+    """Give numbers their signs back, and round them to bfloat16 (bits, uint16)."""
+    for i in range(sign.size):
+        bits = np.float32(source[i] * sign[i]).view(np.uint32)
+        target[i] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
+
+
+def lane_by_lane(source: _Array, apart: int, first: int, rows: int, target: _Array) -> None:
+    """Copy lanes to rows of their own.
+
+    Args:
+        source: ``[size * 16]``, number by number.
+        apart: Lanes from one row to the next.
+        first: The first of the rows.
+        rows: How many.
+        target: ``[all rows, size]``.
+    """
+    for i in range(rows):
+        for d in range(target.shape[1]):
+            target[first + i, d] = source[d * _LANES + apart * i]
 
 
 def levels_by_row(
     packed: _Array,
-    levels: tuple[Any, ...],
+    table: _Array,
     step: _Array,
     root: _Array,
     sign: _Array,
@@ -100,135 +204,34 @@ def levels_by_row(
 
     Args:
         packed: uint8 ``[rows of bytes, dim]``.
-        levels: The eight positive levels, float32.
+        table: As in :func:`paired`.
         step: float32 ``[rows]``.
         root: float32 ``[dim]``.
-        sign: float32 ``[dim]``.
+        sign: float32 ``[dim * 16]``, each sixteen times.
         starts: First number of each piece.
         sizes: Length of each piece.
-        work: float32 ``[3, dim * 16]``, room for a few rows.
+        work: float32 ``[2, dim * 16]``.
         out: ``[rows, dim]``.
     """
-    rows, dim = out.shape
     count = packed.shape[0]
-    codes = packed.reshape(packed.size)
+    rows = out.shape[0]
+    looked_up = work[0].view(np.uint64)
+    factors = np.zeros(_LANES, np.float32)
     for piece in range(starts.size):
         start, size = starts[piece], sizes[piece]
-        here, signs, roots = odd_steps(size), sign[start : start + size], root[start : start + size]
-        row = 0
-        while row < rows:
-            part = 0 if row < count else 1
-            # rows of the lower and of the upper halves of the bytes are not mixed
-            lanes = min(_FEW, (count if part == 0 else rows) - row)
-            mask = np.uint8(15) if part == 0 else np.uint8(240)
-            down = np.float32(1) if part == 0 else np.float32(1 / 16)
-            for lane in range(lanes):
-                factors, s = work[2, lane * size : (lane + 1) * size], step[row + lane]
-                for d in range(size):
-                    factors[d] = s * roots[d]
-            at = (row - part * count) * dim + start
-            if size == dim:
-                end = lanes * size
-                look_up(codes[at : at + end], mask, down, levels, work[2, :end], work[here, :end])
-            else:
-                for lane in range(lanes):
-                    low, high, place = lane * size, (lane + 1) * size, at + lane * dim
-                    some, factors = codes[place : place + size], work[2, low:high]
-                    look_up(some, mask, down, levels, factors, work[here, low:high])
-            transform(work, _FEW * size, size)
-            if lanes == _FEW:
-                end = start + size
-                a, b = out[row, start:end], out[row + 1, start:end]
-                spread(work[0], signs, a, b, out[row + 2, start:end], out[row + 3, start:end])
-            else:
-                for lane in range(lanes):
-                    pick(work[0], signs, lane, out[row + lane, start : start + size])
-            row += lanes
-
-
-def pick(numbers: _Array, signs: _Array, lane: int, target: _Array) -> None:
-    """Give one row of a few its signs back, and round it to bfloat16 (bits in uint16)."""
-    for d in range(target.size):
-        bits = np.float32(numbers[_FEW * d + lane] * signs[d]).view(np.uint32)
-        target[d] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
-
-
-def look_up(
-    codes: _Array,
-    mask: _Array,
-    down: _Array,
-    levels: tuple[Any, ...],
-    factors: _Array,
-    numbers: _Array,
-) -> None:
-    """Levels of the masked codes, times ``factors``."""
-    l0, l1, l2, l3, l4, l5, l6, l7 = levels
-    for d in range(numbers.size):
-        # compared, not looked up: a register is compared at once
-        code = np.float32(np.float32(np.uint8(codes[d] & mask)) * down) - _MIDDLE
-        place = np.abs(code)
-        level = l1 if place > _PLACES[1] else l0
-        level = l2 if place > _PLACES[2] else level
-        level = l3 if place > _PLACES[3] else level
-        level = l4 if place > _PLACES[4] else level
-        level = l5 if place > _PLACES[5] else level
-        level = l6 if place > _PLACES[6] else level
-        level = l7 if place > _PLACES[7] else level
-        numbers[d] = np.float32(np.copysign(level, code) * factors[d])
-
-
-def spread(
-    done: _Array, signs: _Array, first: _Array, second: _Array, third: _Array, fourth: _Array
-) -> None:
-    """Columns of four numbers to four rows, with their signs, as bfloat16."""
-    for d in range(signs.size):
-        sign = signs[d]
-        a = np.float32(done[4 * d] * sign).view(np.uint32)
-        b = np.float32(done[4 * d + 1] * sign).view(np.uint32)
-        c = np.float32(done[4 * d + 2] * sign).view(np.uint32)
-        e = np.float32(done[4 * d + 3] * sign).view(np.uint32)
-        first[d] = (a + _HALF + ((a >> _HIGH) & _ONE)) >> _HIGH
-        second[d] = (b + _HALF + ((b >> _HIGH) & _ONE)) >> _HIGH
-        third[d] = (c + _HALF + ((c >> _HIGH) & _ONE)) >> _HIGH
-        fourth[d] = (e + _HALF + ((e >> _HIGH) & _ONE)) >> _HIGH
-
-
-def rotate_rows(
-    source: _Array,
-    root: _Array,
-    sign: _Array,
-    starts: _Array,
-    sizes: _Array,
-    work: _Array,
-    found: _Array,
-) -> None:
-    """Rotate rows, norm kept; arguments as in :func:`levels_by_row`.
-
-    Args:
-        source: bfloat16 as its bits, uint16 ``[rows, dim]``.
-        root: float32 ``[dim]``.
-        sign: float32 ``[dim]``.
-        starts: First number of each piece.
-        sizes: Length of each piece.
-        work: float32 ``[3, dim * 16]``, room for a few rows.
-        found: float32 ``[dim, rows]``.
-    """
-    rows = source.shape[0]
-    for piece in range(starts.size):
-        start, size = starts[piece], sizes[piece]
-        here = odd_steps(size)
-        signs = sign[start : start + size]
-        for first in range(0, rows, _MANY):
-            lanes = min(_MANY, rows - first)
-            for lane in range(lanes):
-                numbers = source[first + lane, start : start + size]
-                target = work[here, lane * size : (lane + 1) * size]
-                for d in range(size):
-                    number = np.uint32(np.uint32(numbers[d]) << _HIGH).view(np.float32)
-                    target[d] = number * signs[d]
-            transform(work, _MANY * size, size)
-            for d in range(size):
-                column, factor = work[0, d * _MANY : d * _MANY + lanes], root[start + d]
-                place = found[start + d, first : first + lanes]
-                for lane in range(lanes):
-                    place[lane] = column[lane] * factor
+        end, scale = start + size, root[start]
+        bytes_, target = packed[:, start:end], out[:, start:end]
+        signs = sign[start * _LANES : end * _LANES]
+        for first in range(0, count, _LANES // 2):
+            pairs = min(_LANES // 2, count - first)
+            for i in range(pairs):
+                factors[2 * i] = step[first + i] * scale
+                upper = count + first + i
+                factors[2 * i + 1] = step[upper] * scale if upper < rows else _NONE
+            paired(bytes_, first, pairs, table, looked_up)
+            here = transform(work, factors, size)
+            done = work[1 - here].view(np.uint16)
+            rounded(work[here], signs, done)
+            lane_by_lane(done, 2, first, pairs, target)
+            first += count
+            lane_by_lane(done[1:], 2, first, min(pairs, rows - first), target)

@@ -19,6 +19,7 @@ import zstandard
 
 from tierkv.abc import BytesCodec
 from tierkv.errors import CodecError
+from tierkv_codecs.frames import decode_frame
 
 __all__ = ["Zstd"]
 
@@ -37,7 +38,6 @@ class _Contexts(threading.local):
                 write_dict_id=False,
             )
         )
-        self.decompressor = zstandard.ZstdDecompressor()
 
 
 _contexts = _Contexts()
@@ -69,13 +69,4 @@ class Zstd(BytesCodec):
             if len(out) != len(data):
                 raise CodecError(f"zstd: {len(data)} bytes cannot hold {len(out)}")
             return
-        try:
-            claimed = zstandard.get_frame_parameters(data)
-            if claimed.content_size != len(out) or claimed.dict_id:
-                raise CodecError(f"zstd: a frame of other than {len(out)} bytes, or a dictionary")
-            plain = _contexts.decompressor.decompress(data, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise CodecError(f"zstd: {error}") from error
-        if len(plain) != len(out):
-            raise CodecError(f"zstd: {len(plain)} bytes came out, {len(out)} are due")
-        out[:] = plain
+        decode_frame(self.name, data, out)

@@ -156,3 +156,77 @@ def test_chat_turns(model: Any, kv: hf.SyncHandle, manager: CacheManager) -> Non
     assert sid not in {i.id for i in manager.sessions()}
     assert manager.stats().leases == 0
     manager.destroy_session(sid)  # idempotent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manager_that_compresses_after_50_steps(
+    kind: str, model: Any, tokenizer: Any, no_thread_leaks: None
+) -> None:
+    tier = tierkv.Tier(kind, capacity="64MiB", device=DEVICE if kind == "device" else None)
+    qa = CacheManager(
+        name="qa",
+        block_tokens=B,
+        policy="lfu",
+        tiers=[tier],
+        compression=tierkv.CompressionPolicy("int8", after_steps=50),
+    )
+    with qa:
+        kq = hf.attach(model, qa, tokenizer=tokenizer)
+        session = ChatSession(qa)
+        a = session.chat(kq, "Explain this code.", max_new_tokens=120, do_sample=False)
+        qa.flush()
+        told = [b for b in qa.explain(a.output_ids) if b.tier]  # a partial tail is not shared
+        for b in told:
+            old = len(a.output_ids) - 1 - b.end_token > 50
+            assert b.chain == ("int8" if old else "raw")
+        assert {b.chain for b in told} == {"int8", "raw"}
+        again = session.chat(kq, " And now this.", **GREEDY)
+        assert again.reused_tokens >= (len(a.output_ids) - 1) // B * B
+        del session
+
+
+def test_two_managers_two_policies(model: Any, tokenizer: Any, no_thread_leaks: None) -> None:
+    device = tierkv.Tier("device", capacity="64MiB", device=DEVICE)
+    qa = CacheManager(
+        name="qa",
+        block_tokens=B,
+        policy="lfu",
+        tiers=[device],
+        compression=tierkv.CompressionPolicy("int8", after_steps=50),
+    )
+    wr = CacheManager(
+        name="writing",
+        block_tokens=B,
+        tiers=[
+            tierkv.Tier("device", capacity="1MiB", device=DEVICE),
+            tierkv.Tier("host", capacity="64MiB"),
+        ],
+        policy=tierkv.Hybrid(
+            [
+                tierkv.Policy("size_aware", tier="device"),
+                tierkv.Policy("lru", unit="session", action="demote", to="host"),
+            ]
+        ),
+    )
+    text = "".join(f"{number} bottles of beer on the wall. " for number in range(100))
+    with qa, wr:
+        kq, kw = (hf.attach(model, m, tokenizer=tokenizer) for m in (qa, wr))
+        asking = ChatSession(qa)
+        a = asking.chat(kq, "Explain this code.", max_new_tokens=120, do_sample=False)
+        qa.flush()
+        for b in qa.explain(a.output_ids):
+            if b.tier:  # a partial tail is not shared
+                old = len(a.output_ids) - 1 - b.end_token > 50
+                assert b.chain == ("int8" if old else "raw")
+        before = qa.stats().counters()
+        idle, busy = ChatSession(wr), ChatSession(wr)
+        i = idle.chat(kw, text[:500], **GREEDY)
+        busy.chat(kw, text[500:2200], **GREEDY)  # overflows the device tier
+        wr.flush()
+        assert {b.tier for b in wr.explain(i.output_ids) if b.tier} == {"host"}
+        i2 = idle.chat(kw, " Go on.", **GREEDY)
+        assert i2.tier == "host"
+        assert same(model, i2)
+        assert qa.stats().counters() == before  # managers are isolated
+        del idle, busy, asking
+        gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import codecs as benchmark
-from tierkv.errors import ConfigError, LayoutError
+from tierkv.chains import parse_chains
+from tierkv.errors import ConfigError, LayoutError, MissingDependencyError
 from tierkv.testing.codecs import same_bits, sample
 from tierkv_adapters.hf.report import codec_report, command
+from tierkv_adapters.hf.report.allocation import Choice, allocate, assign, parts_of, rules
 from tierkv_adapters.hf.report.coding import BLOCK, code, speed
 from tierkv_adapters.hf.report.fidelity import Subject, default_text
 from tierkv_adapters.hf.report.rows import Row, listed, measure, recommend
@@ -182,9 +185,18 @@ def test_the_table_names_chains_and_the_choice() -> None:
 
 
 def test_wrong_names_fail_before_anything_is_loaded(tiny: list[Any]) -> None:
-    for wrong in (["--chains", "int5"], ["--dtype", "int8"]):
+    for wrong, message in (
+        (["--chains", "int5"], "int5"),
+        (["--chains", " "], "names no chain"),
+        (["--chains", "raw,zstd,K:int8,V:int4"], "semicolons separate the chains"),
+        (["--dtype", "int8"], "int8"),
+        (["--plot", "curve.doc"], "a picture ends in"),
+        (["--plot", "/nowhere/curve.svg"], "no directory"),
+    ):
         done = run(wrong)
         assert isinstance(done.exception, ConfigError)
+        assert message in str(done.exception)
+    assert run(["--kl-bound", "-1"]).exit_code == 2
     assert tiny == []
 
 
@@ -196,6 +208,11 @@ def test_a_short_text_is_refused(
         command, "load_model", lambda name: (llama, lambda text: {"input_ids": [1] * len(text)})
     )
     file = tmp_path / "text"
+    with pytest.raises(ConfigError, match="No such file"):
+        command.subject_of("any", tmp_path / "none", 8, 4)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="no text in UTF-8"):
+        command.subject_of("any", file, 8, 4)
     file.write_text("0123456789")
     with pytest.raises(ConfigError, match="has 10 tokens, 12 are needed"):
         command.subject_of("any", file, 8, 4)
@@ -250,3 +267,77 @@ def test_lists_of_chains_and_of_rules() -> None:
 def test_rules_are_timed_section_by_section() -> None:
     pace = speed(some_kv(BLOCK), "0:raw,K:int8,V:rot4+zstd")
     assert min(pace) > 0
+
+
+def test_rules_join_neighbours_that_agree() -> None:
+    parts = parts_of(5, 3)
+    assert [part[:2] for part in parts if part.tensor == "k"] == [(0, 0), (1, 2), (3, 4)]
+    text = rules(parts, ["int8", "rot3", "int8", "rot3", "int4", "rot3"])
+    assert text == "0-2:K:int8,3-4:K:int4,0-4:V:rot3"
+    chains = parse_chains(text)
+    assert [chains.of(i, "k").name for i in range(5)] == ["int8"] * 3 + ["int4"] * 2
+
+
+def test_parts_that_mind_get_more_bits() -> None:
+    def part(harm: float) -> list[Choice]:
+        return [Choice("int8", 8, 0), Choice("int4", 4, harm), Choice("int2", 2, 10 * harm)]
+
+    options, sizes = [part(1.0), part(0.01), part(0.1)], [10, 10, 10]
+    bits = {
+        bound: [choice.bits for choice in assign(options, sizes, bound)]
+        for bound in (0.0, 0.05, 0.12, 0.25, 2.0, 20.0)
+    }
+    assert bits[0.0] == [8, 8, 8]
+    assert bits[0.05] == [8, 4, 8]
+    assert bits[0.12] == [8, 4, 4]
+    assert bits[0.25] == [8, 2, 4]
+    assert bits[2.0] == [4, 2, 4]
+    assert bits[20.0] == [2, 2, 2]
+    many = assign(options, [1, 1, 1000], 0.11)
+    assert many[2].bits == 4, "where there is most to save"
+
+
+def test_an_allocation_keeps_its_bound_and_beats_one_chain_for_all(subject: Subject) -> None:
+    plain = [measure(subject.kv, chain, subject=subject, timed=False) for chain in ("int8", "int4")]
+    kls = [row.kl for row in plain]
+    assert kls[0] is not None
+    assert kls[1] is not None
+    bound = (kls[0] * kls[1]) ** 0.5
+    found = allocate(
+        list(subject.kv), subject, bound, candidates=("int8", "int6", "int4"), pieces=3
+    )
+    assert found is not None
+    assert found.kl is not None
+    assert found.kl <= bound
+    assert found.bits_per_element < plain[0].bits_per_element
+    assert recommend([*plain, found], bound) == found
+    assert allocate(list(subject.kv), subject, 0.0, candidates=("int2",), pieces=1) is None
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_allocates_when_it_is_asked_to() -> None:
+    done = run(["--json", "--chains", "int8", "--kl-bound", "0.05", "--allocate"])
+    assert done.exit_code == 0, done.output
+    chains = [row["chain"] for row in json.loads(done.stdout)["rows"]]
+    assert chains[:2] == ["int8", "int8"]
+    assert ":K:" in chains[2]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_plot_shows_sizes_and_changes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "pareto.png"
+    done = run(["--chains", "int8,int4,planes", "--plot", str(file)])
+    assert done.exit_code == 0, done.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run(["--chains", "int8", "--plot", str(tmp_path / "pareto.png")])
+    assert isinstance(done.exception, MissingDependencyError)
+    assert "pip install" in str(done.exception)
+    assert not (tmp_path / "pareto.png").exists()

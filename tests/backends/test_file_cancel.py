@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierkv.testing.bench import Bench
+    from tierkv.workers import Workers
 
 pytestmark = pytest.mark.anyio
 
@@ -160,6 +161,29 @@ class _Gate:
         while not self.entered.is_set():  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.001)
 
+    async def cut(self, workers: Workers, work: Callable[[], Awaitable[object]]) -> bool:
+        """Cancel it natively while its thread is at the gate; whether that hit it."""
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def caller() -> bool:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.append(task)
+            try:
+                await work()
+            except asyncio.CancelledError:
+                task.uncancel()
+                return True
+            return False
+
+        job = workers.spawn(caller)
+        await self.reached()
+        tasks[0].cancel()
+        for _ in range(10):  # it learns of that before the thread goes on
+            await asyncio.sleep(0)
+        self.go.set()
+        return await job.wait()
+
 
 STEPS = ["open_writer", "publish", "open_reader", "erase_all", "sync"]
 
@@ -238,11 +262,7 @@ async def test_a_cancelled_flush_has_promised_nothing(
         await bench.write(part(0, 5000))
         (path,) = frames(tmp_path)
         gate = _Gate(monkeypatch, Files, "sync")
-        hits = bench.workers.spawn(natively, bench.backend.flush, 0.01)
-        await gate.reached()
-        await asyncio.sleep(0.02)
-        gate.go.set()
-        assert await hits.wait()
+        assert await gate.cut(bench.workers, bench.backend.flush)
         monkeypatch.setattr(Files, "sync", noted)
         await bench.backend.flush()
         assert str(path.relative_to(tmp_path / "kv")) in synced
@@ -308,11 +328,7 @@ async def test_a_cancelled_batch_stops_at_the_file_in_hand(
     async with File(threads=1).opened(tmp_path) as bench:
         items = [bench.item(part(number, 5000)) for number in range(6)]
         gate = _Gate(monkeypatch, Files, "publish")
-        hit = bench.workers.spawn(natively, lambda: bench.backend.write(items), 0.01)
-        await gate.reached()
-        await asyncio.sleep(0.02)
-        gate.go.set()
-        assert await hit.wait()
+        assert await gate.cut(bench.workers, lambda: bench.backend.write(items))
         await check_books(bench, tmp_path)
         assert bench.backend.stats().entries == 1
         store = bench.backend._store  # type: ignore[attr-defined]

@@ -179,6 +179,26 @@ def test_a_session_of_the_same_name_starts_afresh(manager: CacheManager) -> None
     assert _load(manager, session="a")[0].tokens == 0  # another secret shares nothing
 
 
+def test_a_hint_is_about_the_named_or_the_current_session(manager: CacheManager) -> None:
+    def learned() -> dict[str, int]:
+        return {found.name: found.returns for found in manager.stats().hints}
+
+    manager.create_session("a")
+    manager.store(IDS, _kv().view, session="a")
+    manager.hint(stop_reason="tool_use", session="a")
+    assert learned() == {"stop:tool_use": 0}
+    _load(manager, session="a")
+    assert learned() == {"stop:tool_use": 1}
+
+    with manager.use_session("a"):
+        manager.hint(next_in="2s")
+    assert learned() == {"stop:tool_use": 1, "in:2": 0}
+    with pytest.raises(ConfigError, match="stop_reason, or next_in"):
+        manager.hint(session="a")
+    with pytest.raises(ConfigError, match="no session is current"):
+        manager.hint(next_in=1)
+
+
 def test_explain_sees_what_the_session_sees(manager: CacheManager) -> None:
     manager.create_session("open")
     manager.create_session("salted", salt=b"s", tenant="x")
@@ -265,8 +285,8 @@ async def _is_lossy(manager: CacheManager) -> bool:
 def test_settings_are_strict(no_thread_leaks: None) -> None:
     with pytest.raises(ConfigError, match="did you mean 'policy'"):
         CacheManager(tiers=HOST, polcy="lru")
-    with pytest.raises(ConfigError, match="after_steps=50 is not available"):
-        CacheManager(tiers=HOST, compression=tierkv.CompressionPolicy("int8", after_steps=50))
+    with pytest.raises(ConfigError, match="no tier 'hots'; did you mean 'host'"):
+        CacheManager(tiers=HOST, compression=tierkv.CompressionPolicy("int8", tier="hots"))
 
 
 def test_managers_are_isolated(no_thread_leaks: None) -> None:

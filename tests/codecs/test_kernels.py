@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_codecs import affine_loops, byte_loops, kernels, loops, rotation_loops
+from tierkv_codecs import affine_loops, byte_loops, fitting_loops, kernels, loops, rotation_loops
 from tierkv_codecs.fp8 import Fp8
 from tierkv_codecs.grouped import Int2, Int3, Int4, Int6
 from tierkv_codecs.int8 import Int8
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from tierkv.abc import TensorBytesCodec
 
-MODULES = ("compiled", "fp8", "int8", "packing", "planes", "rot")
-LOOPS = (affine_loops, byte_loops, loops, rotation_loops)
+MODULES = ("centering", "compiled", "fp8", "int8", "packing", "planes", "rotating")
+LOOPS = (affine_loops, byte_loops, fitting_loops, loops, rotation_loops)
 CODECS: tuple[TensorBytesCodec, ...] = (
     Int8(),
     Int6(),
@@ -136,7 +136,7 @@ def test_planes_split_and_merge_the_same(
     found = bytearray(len(data))
     Planes().decode(fast[:size], memoryview(found))
     assert found == data
-    assert set(asked) == {"split2", "merge2"}
+    assert set(asked) == {"split2", "merge2", "distances"}
 
 
 def test_strided_targets_and_other_dtypes_take_the_other_path(
@@ -161,6 +161,7 @@ def test_strided_targets_and_other_dtypes_take_the_other_path(
 
 
 def test_loops_have_one_name_each_and_call_each_other_by_it() -> None:
+    assert tuple(module.__name__.split(".")[-1] for module in LOOPS) == kernels._MODULES
     known = [name for module in LOOPS for name in module.__all__]
     assert len(set(known)) == len(known)
     for name, inner in kernels.CALLS.items():

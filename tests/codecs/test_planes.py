@@ -87,7 +87,8 @@ def test_what_does_not_pay_is_not_longer_than_its_header() -> None:
 def test_f035_lengths_are_checked_before_anything_is_decoded() -> None:
     data = raw(kv("bfloat16"))
     packed = bytearray(pack(data))
-    for at in range(1, 1 + 4 * packed[0]):
+    assert packed[0] == 2 | 0x40, "channels of different size are centred"
+    for at in range(1, 3 + 4 * 3):
         broken = bytearray(packed)
         broken[at] ^= 0x40
         with pytest.raises(CodecError, match="planes"):

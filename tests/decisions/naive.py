@@ -183,6 +183,8 @@ class Naive(Making):
                 return Outcome(0, SkipReason.IN_FLIGHT)
             if source not in part.copies:
                 return Outcome(0, SkipReason.FAILED)
+            if any(drop.tier == tier for drop in part.waiting) and tier not in part.copies:
+                return Outcome(0, SkipReason.IN_FLIGHT)
             return Outcome(0) if tier in part.copies else None
         if item.parent is not None:
             parent = self.parts.get(item.parent)

@@ -63,7 +63,7 @@ def test_lru_equals_a_list_in_order_of_use(ops: Sequence[tuple[str, int]], far: 
 @given(accesses=st.lists(st.integers(0, 4), min_size=5, max_size=80), life=st.integers(1, 40))
 def test_lrfu_orders_by_the_decayed_sum_of_all_accesses(accesses: list[int], life: int) -> None:
     policy = Lrfu()
-    policy.resize(float(life))
+    policy.resize(life / 1.1)
     seen: dict[int, list[int]] = {}
     for clock, row in enumerate(accesses):
         if row in seen:
@@ -97,6 +97,22 @@ def test_lrfu_prefers_what_was_used_often() -> None:
         policy.touch(0, clock)
     policy.touch(1, 6)
     assert policy.victim() == 1, "once, though last"
+
+
+def test_lrfu_measures_how_fast_its_clock_runs() -> None:
+    """Every row is used once after it came, and the clock counts three for each of both."""
+    policy = Lrfu()
+    policy.resize(100.0)
+    clock = 7_000_000
+    for step in range(10_000):
+        policy.insert(step, 1, clock)
+        policy.touch(step, clock + 3)
+        clock += 6
+        if step == 300:
+            assert policy.half_life == pytest.approx(330.0, rel=0.01)
+    assert policy.half_life == pytest.approx(330.0, rel=0.01)
+    policy.resize(50.0)
+    assert policy.half_life == pytest.approx(165.0, rel=0.01)
 
 
 def test_rows_of_a_small_partition_take_little_room() -> None:

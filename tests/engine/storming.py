@@ -46,6 +46,7 @@ class Storm(World):
             "flush": self._flush,
             "resize": self._resize,
             "look": self._look,
+            "tell": self._tell,
         }
         weights = {"store": 4, "load": 4, "layers": 2, "store_layers": 2}
         names = list(acts)
@@ -221,6 +222,18 @@ class Storm(World):
             if held is not None:
                 with held:
                     held.verify()
+
+    async def _tell(self, dice: random.Random) -> None:
+        family, variant, options = self.who(dice)
+        async with self.session(family, variant, options) as session:
+            known = len(session.token_ids)
+            if dice.random() < 0.7:
+                session.hint(
+                    next_in=dice.choice((None, 0, 0.05, 1e308)),
+                    stop_reason=dice.choice(("tool_use", "\ud800", f"{dice.randrange(99)}")),
+                )
+            start = dice.randrange(known + 1)
+            session.score([dice.random() for _ in range(known - start)], start)
 
     async def check(self) -> None:
         """At rest nothing is leaked, and nothing was written after a call had ended."""

@@ -146,6 +146,14 @@ async def _deadline(path: Path) -> MissReason | None:
         return result.reason
 
 
+async def _refused(path: Path) -> MissReason | None:
+    tiers = [tierkv.Tier("host", "1MiB", admission="second_use")]
+    async with tierkv.open(tiers=tiers, space=SPACE) as engine:
+        async with engine.session("a") as session:
+            await session.store(IDS, KV.view)
+        return await _reason(Rig(engine, {}))
+
+
 REASONS: list[tuple[MissReason, Callable[[Path], Awaitable[MissReason | None]]]] = [
     (MissReason.NEVER_STORED, _never_stored),
     (MissReason.PENDING, _pending),
@@ -159,6 +167,7 @@ REASONS: list[tuple[MissReason, Callable[[Path], Awaitable[MissReason | None]]]]
     (MissReason.FIDELITY, _fidelity),
     (MissReason.HOLE, _hole),
     (MissReason.DEADLINE, _deadline),
+    (MissReason.REFUSED, _refused),
 ]
 
 

@@ -184,7 +184,7 @@ async def test_f068_probes_keep_nothing_alive(kinds: str, tmp_path: Path) -> Non
             for known in range(seed + 1):
                 engine.explain(_said(known, 3)[0])
                 if known % 5 == 0:
-                    await (await engine.prefetch(tokens=_said(known, 3)[0])).wait()
+                    await (await engine.prefetch(tokens=_said(known, 3)[0], guess=True)).wait()
         assert await _loaded(rig, 0) == 0
         await rig.at_rest()
 

@@ -59,22 +59,39 @@ async def test_a_prefetch_makes_and_changes_no_session(tmp_path: Path) -> None:
         await rig.at_rest()
 
 
-async def test_p6_it_evicts_nothing_hotter_and_reads_nothing_in_vain(tmp_path: Path) -> None:
+async def test_p6_a_guess_evicts_nothing_hotter_and_reads_nothing_in_vain(tmp_path: Path) -> None:
     async with running("host+nvme", tmp_path, space=SPACE, capacity=4 * FRAME) as rig:
-        cold, hot = kit.tokens(4, seed=1), kit.tokens(4, seed=2)
-        async with rig.engine.session("cold") as session:
-            await session.store(cold, KV.view)
-            await session.flush()
-        async with rig.engine.session("hot") as session:
-            await session.store(hot, KV.view)
-            await session.flush()
-            assert (await load(session, hot))[0] == 64
-        assert rig.engine.explain(cold)[0].tier == "nvme"
+        cold, hot = await _cold_and_hot(rig)
         reads = rig.calls("nvme", "read")
-        assert await (await rig.engine.prefetch(session="cold")).wait() == 0
+        assert await (await rig.engine.prefetch(session="cold", guess=True)).wait() == 0
         assert rig.calls("nvme", "read") == reads
         assert rig.engine.explain(hot)[0].tier == "host"
+        assert rig.engine.explain(cold)[0].tier == "nvme"
         await rig.at_rest()
+
+
+async def test_a_request_that_is_there_pushes_out_what_was_used_before(tmp_path: Path) -> None:
+    async with running("host+nvme", tmp_path, space=SPACE, capacity=4 * FRAME) as rig:
+        cold, hot = await _cold_and_hot(rig)
+        assert await (await rig.engine.prefetch(session="cold")).wait() == 4
+        assert rig.engine.explain(cold)[0].tier == "host"
+        assert rig.engine.explain(hot)[0].tier == "nvme"
+        async with rig.engine.session("cold") as session, session.match(cold):
+            # leased: not even a request that is there gets its room
+            assert await (await rig.engine.prefetch(session="hot")).wait() == 0
+        await rig.at_rest()
+
+
+async def _cold_and_hot(rig: Rig) -> tuple[list[int], list[int]]:
+    """Two sessions of which the host has room for the second one alone."""
+    both = kit.tokens(4, seed=1), kit.tokens(4, seed=2)
+    for name, ids in zip(("cold", "hot"), both, strict=True):
+        async with rig.engine.session(name) as session:
+            await session.store(ids, KV.view)
+            await session.flush()
+            assert (await load(session, ids))[0] == 64
+    assert rig.engine.explain(both[0])[0].tier == "nvme"
+    return both
 
 
 async def test_a_load_that_joins_a_prefetch_gets_its_bytes(tmp_path: Path) -> None:
@@ -136,3 +153,12 @@ async def test_without_a_faster_tier_there_is_nothing_to_do(tmp_path: Path) -> N
             await session.store(IDS, KV.view)
         assert await (await engine.prefetch(session="a")).wait() == 0
         await Rig(engine, {}).at_rest()
+
+
+@pytest.mark.parametrize("kind", ["host", "host+nvme"])
+async def test_predictors_without_a_slower_tier_are_told_to_do_nothing(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(kind, tmp_path, space=SPACE, prefetch="arrival"):
+        pass
+    assert ("no slower tier to fetch from" in caplog.text) is (kind == "host")

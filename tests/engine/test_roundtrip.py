@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import tierkv
 from tests import kit
@@ -110,3 +111,38 @@ async def test_hit_from_nvme_is_promoted(tmp_path: Path) -> None:
                 loaded = await match.load(into=back.view)
                 assert loaded.by_tier == {expected: 48}
                 assert back.same(kv, 48)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+async def test_a_tail_across_a_page_border_reads_and_writes_its_own_pages(
+    order: str, tmp_path: Path
+) -> None:
+    """Blocks of 12 tokens, pages of 8: a tail of 8 tokens lies in two pages."""
+    layout = tierkv.Layout.uniform(layers=8, heads=2, dim=16, dtype="float32")
+    space = tierkv.Space(tierkv.Identity("m", "1"), layout, block_tokens=12)
+    ids, pages = kit.tokens(1, block=20), [5, 2, 7]
+    shape = (9, 2, 8, 16) if order == "HND" else (9, 8, 2, 16)
+    source, back = (
+        [(make(shape), make(shape)) for _ in range(8)] for make in (torch.randn, torch.zeros)
+    )
+    async with (
+        tierkv.open(tiers=kit.tiers("host", tmp_path), space=space) as engine,
+        engine.session("a") as session,
+    ):
+        view = tierkv.views.paged(source, pages, page_tokens=8, order=order)  # type: ignore[arg-type]
+        await session.store(ids, view, tail=True)
+        async with session.match(ids) as match:
+            into = tierkv.views.paged(back, pages, page_tokens=8, order=order)  # type: ignore[arg-type]
+            assert (await match.load(into=into)).tokens == 20
+    wanted = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(8)]
+    for mine, theirs in zip(wanted, source, strict=True):
+        for to, tensor in zip(mine, theirs, strict=True):
+            to[pages] = tensor[pages]
+            unfilled = to[pages[-1]] if order == "NHD" else to[pages[-1]].transpose(0, 1)
+            unfilled[4:] = 0
+    found = [
+        torch.equal(a, b)
+        for x, y in zip(wanted, back, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
+    assert all(found)

@@ -3,6 +3,7 @@
 Third parties implement these and prove it with the suites of :mod:`tierkv.testing`.
 """
 
+from tierkv.abc.admission import Admission
 from tierkv.abc.backends import (
     OK,
     Backend,
@@ -24,14 +25,18 @@ from tierkv.abc.devices import Device, Event, Move, Stream
 from tierkv.abc.direct import DirectBackend, DirectIo
 from tierkv.abc.observers import Observer
 from tierkv.abc.policies import Policy
-from tierkv.abc.views import View
+from tierkv.abc.predictors import Arrival, Departure, Predictor, Wish
+from tierkv.abc.views import MemoryMap, View
 
 __all__ = [
     "OK",
+    "Admission",
+    "Arrival",
     "Backend",
     "BackendStats",
     "Buffer",
     "BytesCodec",
+    "Departure",
     "Device",
     "DeviceBuffer",
     "DirectBackend",
@@ -40,9 +45,11 @@ __all__ = [
     "IoResult",
     "IoStatus",
     "MemoryBackend",
+    "MemoryMap",
     "Move",
     "Observer",
     "Policy",
+    "Predictor",
     "ReadRequest",
     "Resident",
     "ResidentBackend",
@@ -52,5 +59,6 @@ __all__ = [
     "TensorCodec",
     "Threads",
     "View",
+    "Wish",
     "WriteItem",
 ]

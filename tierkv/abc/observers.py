@@ -70,5 +70,19 @@ class Observer(ABC):
     def breaker(self, *, tier: str, to: str) -> None:  # noqa: B027 - not everybody asks for it
         """The breaker of a tier changed: to ``"open"``, ``"half_open"`` or ``"closed"``."""
 
+    def recoded(  # noqa: B027
+        self, *, tier: str, chain: str, result: str, saved: int, refused: int
+    ) -> None:
+        """A copy was looked at for conversion to another codec chain where it is.
+
+        Args:
+            tier: Where.
+            chain: The chain that it was due for.
+            result: ``"converted"``, ``"kept"`` (it would not become smaller), ``"put_off"`` (it
+                was in use, or there was no room) or ``"failed"``.
+            saved: Bytes that the tier got back.
+            refused: Sections that the codec refused (NaN, infinities): they stay lossless.
+        """
+
     def saved(self, *, seconds: float) -> None:  # noqa: B027 - not everybody asks for it
         """A load saved so many seconds of prefill, beyond its own time; only where known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import LayoutError
 
@@ -12,9 +12,40 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-__all__ = ["View"]
+__all__ = ["MemoryMap", "View"]
+
+
+class MemoryMap:
+    """Where the blocks of some tensors of a view are: one rule for all of them, in host memory.
+
+    A block is one or several *ranges* of :attr:`tokens` tokens. Range ``r`` of tensor ``i`` begins
+    ``pages[r] * page + lows[r] * token`` elements behind the beginning of the tensor, with
+    ``page, head, token, element = steps[i]`` and ``pages, lows`` from :meth:`View.locate`.
+
+    Attributes:
+        tokens: Tokens of a range.
+        tensors: The tensors, which keep the memory alive.
+        steps: Of each: elements from one page, head, token and element of a token to the next.
+        made: What whoever copies blocks has worked out from this, and for which sections. It must
+            not keep this one.
+    """
+
+    __slots__ = ("made", "steps", "tensors", "tokens")
+
+    def __init__(
+        self,
+        tokens: int,
+        tensors: Sequence[torch.Tensor],
+        steps: Sequence[tuple[int, int, int, int]],
+    ) -> None:
+        self.tokens = tokens
+        self.tensors = tensors
+        self.steps = steps
+        self.made: tuple[object, object] | None = None
 
 
 class View(ABC):
@@ -43,6 +74,34 @@ class View(ABC):
         Raises:
             LayoutError: if the range is not backed by memory.
         """
+
+    def map(self, sections: Sequence[tuple[Any, ...]], tokens: int) -> MemoryMap | None:
+        """One rule for where all blocks of these tensors are: it saves a call per block and tensor.
+
+        Args:
+            sections: Tuples that begin with layer, name, dtype and shape ``[heads, tokens, dim]``.
+            tokens: Tokens of a block; the last one of a sequence may have fewer than the others.
+
+        Returns:
+            The rule; None if there is none (memory of a device, tensors that differ from the
+            sections, blocks across odd page borders): then :meth:`pieces` tells.
+        """
+        del sections, tokens
+        return None
+
+    def locate(
+        self, starts: NDArray[np.int64], tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page, and token inside it, at which each range of a :class:`MemoryMap` begins.
+
+        Args:
+            starts: First token of each range, a multiple of ``tokens``.
+            tokens: Tokens of a range.
+
+        Raises:
+            LayoutError: if a range is not backed by memory.
+        """
+        raise LayoutError(f"{type(self).__name__} has no rule for where blocks are")
 
     def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
         """Dtype (torch's name), heads and dim of a tensor, without reading it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.blocking.sessions import NamedSessions
 from tierkv.chains import parse_chains
-from tierkv.config import load_config, tier_chain
+from tierkv.config import engine_chains, load_config
 from tierkv.engine import Engine
 from tierkv.errors import ClosedError
 
@@ -51,7 +51,7 @@ class CacheManager(NamedSessions):
         **settings: Any,
     ) -> None:
         config = load_config(source, **settings).config
-        chains = [parse_chains(tier_chain(config, tier)) for tier in config.tiers]
+        chains = [parse_chains(chain) for chain in engine_chains(config)]
         # asking for lossy compression is the opt-in to reading it
         fidelity = "exact" if all(chain.lossless for chain in chains) else "lossy"
         super().__init__(Engine(config, backends=backends, observer=observer), space, fidelity)
@@ -138,6 +138,34 @@ class CacheManager(NamedSessions):
     ) -> StoreResult:
         async with self.handle(name, space) as session:
             return await session.store(token_ids, kv, start, tail=tail)
+
+    def hint(
+        self,
+        *,
+        next_in: float | str | None = None,
+        stop_reason: str | None = None,
+        session: str | None = None,
+        space: Space | None = None,
+    ) -> None:
+        """Tell when a session will be back; see :meth:`tierkv.session.Session.hint`.
+
+        Args:
+            next_in: Seconds (or text such as ``"2m"``) until its next turn, as far as expected.
+            stop_reason: Why its turn ended: ``"tool_use"``, ``"end_turn"``, or any short text.
+            session: Session it is about; None takes the current one.
+            space: Space to work in; None takes the only one bound.
+
+        Raises:
+            ConfigError: if neither is given or one makes no sense, there is no such session, or
+                no space to work in.
+        """
+        self.call(self._hint, self._named(session), self.space(space), next_in, stop_reason)
+
+    async def _hint(
+        self, name: str, space: Space, next_in: float | str | None, stop_reason: str | None
+    ) -> None:
+        async with self.handle(name, space) as session:
+            session.hint(next_in=next_in, stop_reason=stop_reason)
 
     # ------------------------------------------------------------------ the whole
 

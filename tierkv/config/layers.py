@@ -15,14 +15,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 
-from tierkv.config.specs import (
-    CompressionPolicy,
-    EngineConfig,
-    Hybrid,
-    Policy,
-    Tier,
-    did_you_mean,
-)
+from tierkv.config.compression import CompressionPolicy
+from tierkv.config.fields import did_you_mean
+from tierkv.config.policies import Hybrid, Policy
+from tierkv.config.specs import EngineConfig, Tier
 from tierkv.errors import ConfigError
 
 __all__ = ["OWN_VARIABLES", "Loaded", "load_config", "to_plain"]
@@ -171,7 +167,7 @@ def _parse_environment(names: Mapping[str, str]) -> dict[str, Any]:
         "tiers": list[table],
         "tenants": table,
         "policy": str | table | list[table],
-        "compression": str | table | None,
+        "compression": str | table | list[table] | None,
     }
 
     class Environment(BaseSettings):
@@ -245,6 +241,8 @@ def _build(name: str, raw: Any, where: str) -> Any:
         return Hybrid([_spec(Policy, item, f"{where}.rules[{i}]") for i, item in enumerate(rules)])
     if name == "compression" and isinstance(raw, Mapping):
         return _spec(CompressionPolicy, raw, where)
+    if name == "compression" and isinstance(raw, list | tuple):
+        return tuple(_spec(CompressionPolicy, r, f"{where}[{i}]") for i, r in enumerate(raw))
     return raw
 
 

@@ -2,72 +2,83 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from tierkv.config.specs import CompressionPolicy, Hybrid, Policy, did_you_mean
+from tierkv.config.compression import base_chain
+from tierkv.config.fields import did_you_mean
+from tierkv.config.policies import Hybrid, Policy
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierkv.config.specs import EngineConfig, Tier
 
 __all__ = ["resolve_policies", "tier_chain"]
 
 
-def resolve_policies(config: EngineConfig) -> dict[str, str]:
-    """Name of the eviction policy of each tier, by tier name, in the order of the tiers.
+def resolve_policies(config: EngineConfig) -> dict[str, tuple[Policy, ...]]:
+    """The rules of each tier, in order, by tier name, in the order of the tiers.
 
-    A tier's own ``policy`` wins; otherwise the first rule of ``config.policy`` that names the
-    tier, or names none, is used.
+    A tier's own ``policy`` is its only rule. Otherwise every rule of ``config.policy`` that names
+    the tier, or names none, applies in turn; one that demotes does so above its ``to`` only and
+    orders single parts elsewhere. A second rule of the same unit and action would never get its
+    turn, and is left out.
 
     Raises:
-        ConfigError: if a rule names a tier that is not there, a tier is left without a policy, or
-            a rule asks for something that this version cannot do.
+        ConfigError: if a rule names a tier that is not there or not slower, or a tier is left
+            without a policy.
     """
     rules = _rules(config)
     names = [tier.name for tier in config.tiers]
     for rule in rules:
-        if rule.tier is not None and rule.tier not in names:
-            raise ConfigError(
-                f"policy {rule.name!r}: no tier {rule.tier!r}; {did_you_mean(rule.tier, names)}"
-            )
-        if rule.unit != "part":
-            raise ConfigError(
-                f"policy {rule.name!r}: unit={rule.unit!r} is not available in this version; "
-                f"leave it at 'part'"
-            )
-        if rule.action != "evict":
-            raise ConfigError(
-                f"policy {rule.name!r}: action={rule.action!r} is not available in this version; "
-                f"leave it at 'evict': parts are demoted to the next tier before they are dropped"
-            )
-    chosen: dict[str, str] = {}
-    for tier in config.tiers:
-        fitting = [rule.name for rule in rules if rule.tier in (None, tier.name)]
-        if tier.policy is None and not fitting:
+        _check_rule(rule, names)
+    chosen: dict[str, tuple[Policy, ...]] = {}
+    for number, tier in enumerate(config.tiers):
+        if tier.policy is not None:
+            chosen[tier.name] = (Policy(tier.policy, tier=tier.name),)
+            continue
+        mine: dict[tuple[str, str], Policy] = {}
+        for rule in rules:
+            if rule.tier in (None, tier.name):
+                here = dataclasses.replace(rule, tier=tier.name)
+                if rule.to is not None and names.index(rule.to) <= number:
+                    here = Policy(rule.name, tier=tier.name)
+                mine.setdefault((here.unit, here.action), here)
+        if not mine:
             raise ConfigError(
                 f"no policy for tier {tier.name!r}: add a rule without a tier, e.g. Policy('lrfu')"
             )
-        chosen[tier.name] = tier.policy or fitting[0]
+        chosen[tier.name] = tuple(mine.values())
     return chosen
 
 
+def _check_rule(rule: Policy, names: Sequence[str]) -> None:
+    for name in (rule.tier, rule.to):
+        if name is not None and name not in names:
+            raise ConfigError(
+                f"policy {rule.name!r}: no tier {name!r}; {did_you_mean(name, names)}"
+            )
+    if rule.to is not None:
+        above = rule.tier or names[0]
+        if names.index(rule.to) <= names.index(above):
+            raise ConfigError(
+                f"policy {rule.name!r}: it cannot demote to {rule.to!r}, which is not slower than "
+                f"{above!r}; name a tier further down"
+            )
+
+
 def tier_chain(config: EngineConfig, tier: Tier) -> str:
-    """Codec chain of a tier: its own ``codec``, else ``config.compression``, else ``"raw"``.
+    """Codec chain of a tier's new blocks: its own ``codec``, else what ``compression`` says.
 
     With codec ``"auto"`` it is the chain that is used where it pays.
 
     Raises:
-        ConfigError: if compression is to wait (``after_steps``), which this version cannot do.
+        ConfigError: if the rules of ``config.compression`` contradict each other or the tiers.
     """
-    compression = config.compression
-    if isinstance(compression, CompressionPolicy):
-        if compression.after_steps:
-            raise ConfigError(
-                f"compression: after_steps={compression.after_steps} is not available in this "
-                f"version; use 0 to compress at once"
-            )
-        compression = compression.chain
-    return tier.candidate or tier.codec or compression or "raw"
+    base = base_chain(config, tier)
+    return tier.candidate or tier.codec or base
 
 
 def _rules(config: EngineConfig) -> tuple[Policy, ...]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierkv.config.compression import CompressionPolicy, as_rules
+from tierkv.config.fields import NONE, check_types, did_you_mean, set_field
+from tierkv.config.policies import Hybrid, Policy
 from tierkv.errors import ConfigError
 from tierkv.units import format_bytes, parse_bytes, parse_duration
 
-__all__ = ["CompressionPolicy", "EngineConfig", "Hybrid", "Policy", "Tier", "did_you_mean"]
+__all__ = ["EngineConfig", "Tier"]
 
 _TENANT_KEYS = ("quota", "reserved", "session_quota")
 _SMALLEST_FRAME = 8 << 10  # a page of header and a page of payload
@@ -28,29 +30,6 @@ _IN_MEMORY = ("host", "device")
 _AUTO = "auto"
 _AUTO_CHAIN = "planes"
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
-
-
-def did_you_mean(wrong: str, known: Sequence[str]) -> str:
-    """End of an error message: the closest known name, or all of them."""
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-
-
-def _typed(spec: object, what: str, **kinds: type | tuple[type, ...]) -> None:
-    # bool is an int to Python, and "4" is a number to nobody: both are mistakes worth naming
-    for name, kind in kinds.items():
-        value = getattr(spec, name)
-        allowed = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in allowed)
-            raise ConfigError(f"{what}: {name} must be {wanted}, not {value!r}", setting=name)
-
-
-def _set(spec: object, name: str, value: object) -> None:
-    object.__setattr__(spec, name, value)  # the specs are frozen for everyone else
-
-
-_NONE = type(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +46,10 @@ class Tier:
             the tier faster, as measured, and ``raw`` otherwise; ``"auto:CHAIN"`` does so with
             another lossless chain.
         policy: Eviction policy of this tier; None takes the engine's.
+        admission: What may enter the tier: ``"all"``, ``"second_use"`` (what was asked for twice;
+            ``"second_use:when_full"``: only once it is full), ``"tinylfu"`` (what is asked for
+            more often than what would leave for it), ``"write_budget:200GiB"`` (so many bytes a
+            day), or a plug-in.
         device: Device of a device tier, e.g. ``"cuda:0"``; None takes the GPU, or else the CPU.
         write_through: Whether new blocks are copied here at once (tiers after the first).
         high: Used share above which the engine makes room in the background.
@@ -80,6 +63,7 @@ class Tier:
     name: str = ""
     codec: str | None = None
     policy: str | None = None
+    admission: str = "all"
     device: str | None = None
     write_through: bool = True
     high: float = 0.95
@@ -87,18 +71,22 @@ class Tier:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _typed(self, "tier", kind=str, name=str)
+        check_types(self, "tier", kind=str, name=str, admission=str)
         if not self.kind:
             raise ConfigError("a tier needs a kind, e.g. 'host' or 'nvme'")
-        _set(self, "name", self.name or self.kind)
+        set_field(self, "name", self.name or self.kind)
         what = f"tier {self.name!r}"
         if isinstance(self.path, os.PathLike):
-            _set(self, "path", os.fspath(self.path))
-        optional = (str, _NONE)
-        _typed(self, what, path=optional, codec=optional, policy=optional, device=optional)
-        _typed(self, what, write_through=bool, high=(int, float), low=(int, float), options=Mapping)
-        if self.codec == "" or self.policy == "":
-            raise ConfigError(f"{what}: codec and policy are names, or left out; not empty")
+            set_field(self, "path", os.fspath(self.path))
+        optional = (str, NONE)
+        check_types(self, what, path=optional, codec=optional, policy=optional, device=optional)
+        check_types(
+            self, what, write_through=bool, high=(int, float), low=(int, float), options=Mapping
+        )
+        if self.codec == "" or self.policy == "" or self.admission == "":
+            raise ConfigError(
+                f"{what}: codec, policy and admission are names, or left out; not empty"
+            )
         if self.candidate == "":
             raise ConfigError(f"{what}: codec 'auto:CHAIN' needs a chain, e.g. 'auto:zstd'")
         if self.candidate is not None and self.kind in _IN_MEMORY:
@@ -106,8 +94,8 @@ class Tier:
                 f"{what}: codec {self.codec!r} weighs decoding against reading from a medium; a "
                 f"{self.kind!r} tier is memory: name a chain, or none"
             )
-        _set(self, "options", copy.deepcopy(dict(self.options)))
-        _set(self, "capacity", _size(self.capacity, f"{what}: capacity"))
+        set_field(self, "options", copy.deepcopy(dict(self.options)))
+        set_field(self, "capacity", _size(self.capacity, f"{what}: capacity"))
         _roomy(self.capacity_bytes, f"{what}: capacity")
         for name in _NOT_OF_KIND.get(self.kind, ()):
             if getattr(self, name) is not None:
@@ -146,71 +134,14 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """An eviction policy by name.
-
-    Attributes:
-        name: Name of a policy: ``"lru"``, ``"lrfu"``, ...
-        tier: Tier it is for; None means every tier.
-        unit: What is evicted at once: ``"part"`` or ``"session"``.
-        action: ``"evict"`` or ``"demote"``.
-        to: Tier that demoted parts go to.
-    """
-
-    name: str
-    tier: str | None = None
-    unit: str = "part"
-    action: str = "evict"
-    to: str | None = None
-
-    def __post_init__(self) -> None:
-        _typed(self, "policy", name=str, tier=(str, _NONE), unit=str, action=str, to=(str, _NONE))
-        if self.unit not in ("part", "session"):
-            raise ConfigError(f"policy {self.name!r}: unit must be 'part' or 'session'")
-        if self.action not in ("evict", "demote"):
-            raise ConfigError(f"policy {self.name!r}: action must be 'evict' or 'demote'")
-        if (self.to is not None) != (self.action == "demote"):
-            raise ConfigError(f"policy {self.name!r}: 'to' belongs to action='demote', and only it")
-
-
-@dataclass(frozen=True, slots=True)
-class Hybrid:
-    """An ordered list of policies: the first whose tier matches is used. See :class:`Policy`."""
-
-    rules: Sequence[Policy]
-
-    def __post_init__(self) -> None:
-        _set(self, "rules", tuple(self.rules))
-        if not self.rules or not all(isinstance(rule, Policy) for rule in self.rules):
-            raise ConfigError("a Hybrid needs one tierkv.Policy or more, e.g. Policy('lru')")
-
-
-@dataclass(frozen=True, slots=True)
-class CompressionPolicy:
-    """Which codec chain is used, and when.
-
-    Attributes:
-        chain: Codec chain, e.g. ``"int8"``.
-        after_steps: Tokens that follow a block before it is compressed; 0 = at once.
-    """
-
-    chain: str
-    after_steps: int = 0
-
-    def __post_init__(self) -> None:
-        _typed(self, "compression", chain=str, after_steps=int)
-        if not self.chain or self.after_steps < 0:
-            raise ConfigError("compression needs a chain such as 'int8', and after_steps >= 0")
-
-
-@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an engine needs to know; see README for the table of settings.
 
     Attributes:
         tiers: Fastest first.
         policy: Eviction policy of the tiers that name none.
-        compression: Codec chain of the tiers that name none; None stores raw bytes.
+        compression: Codec chain of the tiers that name none; None stores raw bytes. A rule, or a
+            list of rules, says when (:class:`~tierkv.config.CompressionPolicy`).
         block_tokens: Tokens per block, where the space is built by an adapter.
         tenants: Per tenant limits: ``{"acme": {"quota": {"host": "1GiB"}, "reserved": {...},
             "session_quota": "256MiB"}}``; sizes are bytes once the spec is made.
@@ -228,12 +159,19 @@ class EngineConfig:
         metrics: Whether a Prometheus registry is kept.
         metrics_port: Loopback port to serve ``/metrics`` on; None opens no port; 0 picks one.
         decision_log: File to which the decision log is written, or None.
+        trace: File to which the workload trace is written (``.jsonl.zst``), or None.
+        prefetch: Predictors whose wishes are prefetched, e.g. ``"arrival,chain"``, each with
+            options if need be (``"return_time:chance=0.5"``); empty: none.
+        prefetch_budget: Bytes a second that predictions may move; None: no limit. What a request
+            that is there needs (``arrival``, ``engine.prefetch``) counts, but is never refused.
+        prefetch_floor: Share of a predictor's prefetches that must be asked for later; below it
+            the predictor is off for a while. 0 never turns one off.
         name: Name of the engine in its repr, threads and logs.
     """
 
     tiers: Sequence[Tier]
     policy: str | Policy | Hybrid = "lrfu"
-    compression: str | CompressionPolicy | None = None
+    compression: str | CompressionPolicy | Sequence[CompressionPolicy] | None = None
     block_tokens: int = 64
     tenants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     staging: int | str = "256MiB"
@@ -248,21 +186,28 @@ class EngineConfig:
     metrics: bool = True
     metrics_port: int | None = None
     decision_log: str | None = None
+    trace: str | None = None
+    prefetch: str = ""
+    prefetch_budget: int | str | None = None
+    prefetch_floor: float = 0.25
     name: str = "tierkv"
 
     def __post_init__(self) -> None:
         what = "configuration"
         if isinstance(self.decision_log, os.PathLike):
-            _set(self, "decision_log", os.fspath(self.decision_log))
-        _typed(self, what, policy=(str, Policy, Hybrid), name=str, busy=str, tenants=Mapping)
-        _typed(self, what, compression=(str, CompressionPolicy, _NONE), decision_log=(str, _NONE))
-        _typed(self, what, block_tokens=int, threads=int, history=int, verify_host=bool)
-        _typed(self, what, metrics=bool, metrics_port=(int, _NONE))
-        _set(self, "tiers", _tiers(self.tiers))
+            set_field(self, "decision_log", os.fspath(self.decision_log))
+        if isinstance(self.trace, os.PathLike):
+            set_field(self, "trace", os.fspath(self.trace))
+        check_types(self, what, policy=(str, Policy, Hybrid), name=str, busy=str, tenants=Mapping)
+        check_types(self, what, decision_log=(str, NONE), trace=(str, NONE))
+        set_field(self, "compression", as_rules(self.compression))
+        check_types(self, what, block_tokens=int, threads=int, history=int, verify_host=bool)
+        check_types(self, what, metrics=bool, metrics_port=(int, NONE))
+        set_field(self, "tiers", _tiers(self.tiers))
         for key in ("staging", "write_queue"):
-            _set(self, key, _size(getattr(self, key), key))
+            set_field(self, key, _size(getattr(self, key), key))
         for key in ("close_timeout", "tier_timeout", "tick"):
-            _set(self, key, _seconds(getattr(self, key), key))
+            set_field(self, key, _seconds(getattr(self, key), key))
         if self.busy not in ("wait", "refuse"):
             raise ConfigError(f"busy must be 'wait' or 'refuse', not {self.busy!r}", setting="busy")
         for key in ("block_tokens", "threads", "tick", "tier_timeout"):
@@ -273,7 +218,22 @@ class EngineConfig:
         if self.history < 0:
             raise ConfigError(f"history must not be negative: {self.history}", setting="history")
         _check_port(self.metrics_port, self.metrics)
-        _set(self, "tenants", _tenants(self.tenants, self.tiers))
+        self._check_prefetch()
+        set_field(self, "tenants", _tenants(self.tenants, self.tiers))
+
+    def _check_prefetch(self) -> None:
+        check_types(self, "configuration", prefetch=str, prefetch_floor=(int, float))
+        if self.prefetch_budget is not None:
+            budget = _size(self.prefetch_budget, "prefetch_budget")
+            set_field(self, "prefetch_budget", budget)
+            if not budget:
+                why = "prefetch_budget must be positive; for no prefetch leave prefetch empty"
+                raise ConfigError(why, setting="prefetch_budget")
+        if not 0 <= self.prefetch_floor <= 1:
+            raise ConfigError(
+                f"prefetch_floor is a share from 0 to 1, not {self.prefetch_floor!r}",
+                setting="prefetch_floor",
+            )
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with some settings changed, checked again.

@@ -6,13 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.index import ORPHAN
+from tierkv.decisions.ruling import Ruled
 
 if TYPE_CHECKING:
     from tierkv.decisions.matching import Matcher
     from tierkv.decisions.placement import Placement
     from tierkv.decisions.storing import Storer
 
-__all__ = ["check"]
+__all__ = ["check", "check_victims"]
 
 
 def _expect(what: str, kept: object, counted: object) -> None:
@@ -119,13 +120,27 @@ def _check_policies(at: Placement) -> None:
         blocked = wanted == mask == 1 << last and kept
         _expect(f"row {row}: blocked by children elsewhere", row in at.blocked, blocked)
         _expect(f"row {row}: evictable", index.free[row], 0 if blocked else wanted)
+
+
+def check_victims(at: Placement) -> None:
+    """Check that each policy offers a victim where one may go, and that it may.
+
+    Apart from :func:`check`: some policies put their queues in order when they are asked for a
+    victim, so that asking shows in later choices, and a log would not replay.
+
+    Raises:
+        AssertionError: if one does not.
+    """
+    index = at.index
     for tier in at.tiers:
         coldest = {index.tenant[row] for row in index.rows.values() if index.free[row] >> tier & 1}
         for owner, policy in at.partitions[tier]:
             mine = {t for t in coldest if at.policy(t, tier) is policy}
-            row_ = policy.victim()
-            _expect(
-                f"partition {owner} of tier {tier} offers a victim", row_ is not None, bool(mine)
-            )
-            if row_ is not None:
-                _expect(f"victim {row_} of tier {tier} is free", index.free[row_] >> tier & 1, 1)
+            orders = policy.policies if isinstance(policy, Ruled) else (policy,)
+            for order in orders:
+                row = order.victim()
+                what = f"partition {owner} of tier {tier} ({order.name}) offers a victim"
+                _expect(what, row is not None, bool(mine))
+                if row is not None:
+                    free = index.free[row] >> tier & 1
+                    _expect(f"victim {row} of tier {tier} is free", free, 1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierkv.decisions.leasing import Leasing
 from tierkv.decisions.recovery import recover
+from tierkv.decisions.told import Told
 from tierkv.decisions.types import SkipReason
 from tierkv.errors import ConfigError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Decisions"]
 
 
-class Decisions(Leasing):
+class Decisions(Told):
     """Sans-IO core of an engine.
 
     Not thread-safe: one event loop (or one replay) drives it. O(log n) a block; with tenants that
@@ -45,6 +45,11 @@ class Decisions(Leasing):
             once more for each tenant with limits in that tier.
         tenants: Limits by tenant.
         default_limits: Limits of every other tenant; None: no limits.
+        admission: Makes what decides which parts may enter a tier: one for all tiers, or one
+            (or None) each. None admits everything.
+        touch_order: Which part of a chain that is used at once counts as the most recent one:
+            ``"leaf_first"`` touches the leaf first and the root last, which keeps what others
+            share; ``"root_first"`` is what some published figures were made with.
         history: Parts whose reason of departure is remembered.
         log: Where the decision log goes; None costs nothing.
 
@@ -107,6 +112,7 @@ class Decisions(Leasing):
         session_bytes: int = 0,
         demand: bool = True,
         source: int | None = None,
+        ahead: bool = False,
     ) -> Reservation:
         """First phase of a store or copy: decide item by item, set bytes aside, evict.
 
@@ -122,6 +128,8 @@ class Decisions(Leasing):
                 were last used no later than the item itself make room.
             source: Tier that a resident part is copied from; it is held there until commit or
                 rollback. None: new KV.
+            ahead: Whether a copy is made ahead of a use that is expected (a prefetch), not on a
+                hit: the thrash guard lets it pass.
 
         Returns:
             One outcome an item, the copies to free first, and the bytes missing because only
@@ -135,8 +143,10 @@ class Decisions(Leasing):
         left: int | None = None
         if limits is not None and limits.session_quota is not None and session:
             left = limits.session_quota - session_bytes
-        result = self._storer.reserve(tier, items, tenant, now, left, demand=demand, source=source)
-        args = (tier, items, tenant, session, session_bytes, demand, source)
+        result = self._storer.reserve(
+            tier, items, tenant, now, left, demand=demand, source=source, ahead=ahead
+        )
+        args = (tier, items, tenant, session, session_bytes, demand, source, ahead)
         self._record("reserve", now, args, result)
         self._settle(now)
         return result
@@ -280,6 +290,7 @@ class Decisions(Leasing):
             As :meth:`make_room`.
         """
         self._at.writable = self.costs.writable(now)
+        self._hints.tick()
         result = self._evictor.tick(now)
         self._record("tick", now, (), result)
         self._settle(now)

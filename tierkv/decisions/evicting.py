@@ -2,69 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
-from tierkv.decisions.index import NO_ROW, ORPHAN
-from tierkv.decisions.types import Demote, Drop, EvictReason
+from tierkv.decisions.index import NO_ROW
+from tierkv.decisions.types import EvictReason
+from tierkv.decisions.victims import Room, Victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.abc import Policy
     from tierkv.blocks import PartId
-    from tierkv.decisions.placement import Placement
+    from tierkv.decisions.types import Demote, Drop
 
 __all__ = ["Evictor", "Room"]
 
 TICK_PARTS: Final = 1024
 """Parts that one tick handles at most."""
-_DROP: Final = -1  # may go at once
-_KEEP: Final = -2  # a copy of it is under way, or children elsewhere need it
 _LOOK_PAST: Final = 32  # copies that may not be dropped, past which a colder-first search goes
+_LOOK_FURTHER: Final = 256  # ... before another rule gets its turn
 
 
-@dataclass(slots=True)
-class Room:
-    """One attempt to make room in a tier.
-
-    Attributes:
-        tier: Where.
-        target: Free bytes wanted.
-        tenant: Who asks; -1 for the tier itself.
-        reason: Reason given for what is dropped.
-        before: Only parts last used at or before this clock may go; None: any.
-        propose: Whether dirty parts may be proposed for demotion.
-        force: Whether dirty parts may be dropped, and reserved shares ignored.
-        own: Whether only the tenant's own parts may go (its quota is the limit).
-        limit: Most parts to handle.
-        drops: What was dropped.
-        demotes: What was proposed.
-        dirty: Whether room is missing because dirty parts were in the way.
-    """
-
-    tier: int
-    target: int
-    tenant: int = -1
-    reason: EvictReason = EvictReason.CAPACITY
-    before: int | None = None
-    propose: bool = False
-    force: bool = False
-    own: bool = False
-    limit: int = 2**62
-    drops: list[Drop] = field(default_factory=list)
-    demotes: list[Demote] = field(default_factory=list)
-    dirty: bool = False
-
-
-class Evictor:
+class Evictor(Victims):
     """Decides what leaves a tier."""
 
-    __slots__ = ("_at",)
-
-    def __init__(self, placement: Placement) -> None:
-        self._at = placement
+    __slots__ = ()
 
     # ------------------------------------------------------------------ the search
 
@@ -84,101 +47,41 @@ class Evictor:
         Returns:
             Whether the room is there (proposed demotions count as done).
         """
-        passed: list[tuple[Policy, int]] = []
         missing = self.missing(room)
-        while missing > 0 and room.limit > 0:
-            found = self._coldest(room)
+        for number in range(max(1, len(self._at.rules[room.tier]))):
+            if missing > 0:
+                room.rule = number
+                missing = self._search(room, missing, now)
+        if missing > 0 and room.before is None and not room.dirty and room.limit > 0:
+            missing = self._unblock(room, missing, now)
+        return missing <= 0
+
+    def _search(self, room: Room, missing: int, now: float) -> int:
+        """Go through victims in the order of one rule; the bytes still missing then."""
+        rules = self._at.rules[room.tier]
+        take = self.take_session if rules and rules[room.rule].sessions else self.take
+        most = _LOOK_PAST if len(rules) < 2 else _LOOK_FURTHER
+        before, touched = room.before, self._at.index.touched
+        passed: list[tuple[Policy, int]] = []
+        while missing > 0 and room.limit > 0 and len(passed) < most:
+            found = self.coldest(room)
             if found is None:
                 break
             policy, row = found
-            if room.before is not None and self._at.index.touched[row] > room.before:
+            if before is not None and touched[row] > before:
                 break
-            fate = self._fate(row, room, now)
-            if fate == _DROP:
-                missing -= self._drop(row, room, now)
-            elif fate != _KEEP and room.propose:
-                missing -= self._propose(row, fate, room)
-            else:
-                room.dirty = room.dirty or fate != _KEEP
+            room.missing = missing
+            gained = take(row, room, now)
+            if gained is None:
                 policy.hold(row)
                 passed.append((policy, row))
-                if len(passed) >= _LOOK_PAST:
-                    break
-        if missing > 0 and room.before is None and not room.dirty and room.limit > 0:
-            missing = self._unblock(room, missing, now)
+            else:
+                missing -= gained
         for policy, row in passed:
             # dropping others may have changed or even removed it
             if self._at.index.free[row] >> room.tier & 1:
                 policy.release(row)
-        return missing <= 0
-
-    def _coldest(self, room: Room) -> tuple[Policy, int] | None:
-        at, tier = self._at, room.tier
-        if len(at.partitions[tier]) == 1 and not room.own:
-            policy = at.partitions[tier][0][1]
-            row = policy.victim()
-            return None if row is None else (policy, row)
-        best: tuple[Policy, int] | None = None
-        lowest = 0.0
-        for owner, policy in at.partitions[tier]:
-            if room.own and owner != room.tenant:
-                continue
-            row = policy.victim()
-            if row is None:
-                continue
-            if owner >= 0 and owner != room.tenant and not room.force:
-                left = at.ledger.usage(owner, tier) - at.index.charge[tier][row]
-                if left < at.ledger.protected(owner, tier):
-                    continue
-            rank = policy.rank(row)
-            if best is None or rank < lowest:
-                best, lowest = (policy, row), rank
-        return best
-
-    def _fate(self, row: int, room: Room, now: float) -> int:
-        """``_DROP``, ``_KEEP``, or the tier to which the copy must be demoted first."""
-        index, tier = self._at.index, room.tier
-        if room.force or index.flags[row] & ORPHAN or index.expiry[row] <= now:
-            return _DROP
-        mask, lossless = index.resident[row], index.lossless[row]
-        if mask >> (tier + 1) and (not lossless >> tier & 1 or lossless >> (tier + 1)):
-            return _DROP
-        for target in range(tier + 1, len(self._at.tiers)):
-            if index.pending[row] >> target & 1:
-                return _KEEP  # it is on its way
-            fits = index.charge[tier][row] <= self._at.ledger.capacity[target]
-            open_ = (
-                self._at.writable >> target & 1
-            )  # else its breaker is open: nobody is sent there
-            if fits and open_ and not mask >> target & 1:
-                return target
-        if tier == len(self._at.tiers) - 1:
-            return _DROP  # what children elsewhere keep is not offered there
-        return _KEEP if mask == 1 << tier and index.has_live_child(row) else _DROP
-
-    def _drop(self, row: int, room: Room, now: float) -> int:
-        index, reason = self._at.index, room.reason
-        if index.expiry[row] <= now:
-            reason = EvictReason.EXPIRED
-        elif index.flags[row] & ORPHAN:
-            reason = EvictReason.ORPHANED
-        drop = self._at.drop(row, room.tier, reason, now)
-        if drop is None:
-            raise AssertionError(f"row {row} was offered as a victim while it is leased")
-        room.drops.append(drop)
-        room.limit -= 1
-        return drop.nbytes
-
-    def _propose(self, row: int, target: int, room: Room) -> int:
-        at, index = self._at, self._at.index
-        nbytes = index.charge[room.tier][row]
-        at.hold(row)
-        at.set_leaving(row, room.tier, leaving=True)
-        room.demotes.append(
-            Demote(index.name(row), room.tier, target, index.generation[row], nbytes)
-        )
-        room.limit -= 1
-        return nbytes
+        return missing
 
     def _unblock(self, room: Room, missing: int, now: float) -> int:
         """Let parts go that only children in other tiers keep: the children go with them."""
@@ -200,7 +103,7 @@ class Evictor:
                         if drop is not None:
                             room.drops.append(drop)
             if at.index.free[row] >> room.tier & 1:
-                missing -= self._drop(row, room, now)
+                missing -= self.drop(row, room, now)
         return missing
 
     def _idle_descendants(self, row: int) -> list[int]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tierkv.blocks import PartId
+    from tierkv.decisions.guarding import Promotions
     from tierkv.decisions.matching import Matcher
     from tierkv.decisions.placement import Placement
     from tierkv.decisions.storing import Storer
@@ -61,6 +62,10 @@ class Figures:
             for tier, charge in enumerate(index.charge)
             if index.resident[row] >> tier & 1
         )
+
+    def promotions(self, tier: int) -> Promotions:
+        """What became of the parts that were promoted into a tier on a hit."""
+        return self._at.guards[tier].figures()
 
     def parts(self, tier: int) -> Iterator[tuple[PartId, int, int]]:
         """Each resident copy of a tier: part, generation, bytes. Slow; for tests and people."""

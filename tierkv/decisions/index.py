@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from tierkv.blocks import PartId
 
-__all__ = ["EXACT", "MAX_TIERS", "NO_ROW", "ORPHAN", "PRIVATE", "Index"]
+__all__ = ["EXACT", "IDENT", "MAX_TIERS", "NO_ROW", "ORPHAN", "PRIVATE", "Index", "identify"]
 
 NO_ROW: Final = -1
 MAX_TIERS: Final = 8
@@ -28,7 +29,15 @@ ORPHAN: Final = 2
 PRIVATE: Final = 4
 """Flag: a session's partial tail."""
 
+IDENT: Final = struct.Struct("<Q24xH").unpack
+"""What :func:`identify` is made of, for the hottest path: start of the key, and group."""
 _STEP_BITS: Final = STEP.bit_length() - 1
+
+
+def identify(part: PartId) -> int:
+    """64 bits that name a part for good, for ghosts and sketches: key's first 8 bytes ^ group."""
+    start, group = IDENT(part)
+    return int(start ^ group)
 
 
 class Index:
@@ -49,6 +58,7 @@ class Index:
         shown: Tiers in which the parent counts this row as a child.
         lossless: Tiers whose copy is lossless.
         free: Tiers in which the policy may evict it.
+        fresh: Tiers into which it was promoted on a hit, and not asked for since.
         flags: ``EXACT | ORPHAN | PRIVATE``.
         charge: Per tier, bytes charged for the resident copy.
         generation: Generation of the resident copies.
@@ -70,6 +80,7 @@ class Index:
         "first",
         "flags",
         "free",
+        "fresh",
         "generation",
         "lossless",
         "parent",
@@ -90,7 +101,7 @@ class Index:
             **{name: (IntColumn("i", 0xFF),) for name in ("parent", "first", "after", "before")},
             **{
                 name: (IntColumn("B"),)
-                for name in ("resident", "pending", "shown", "lossless", "free", "flags")
+                for name in ("resident", "pending", "shown", "lossless", "free", "fresh", "flags")
             },
             "generation": (IntColumn("Q"),),
             "tenant": (IntColumn("I"),),
@@ -124,6 +135,7 @@ class Index:
         (self.resident,), (self.pending,) = columns["resident"], columns["pending"]
         (self.shown,), (self.lossless,) = columns["shown"], columns["lossless"]
         (self.free,), (self.flags,) = columns["free"], columns["flags"]
+        (self.fresh,) = columns["fresh"]
         (self.generation,), (self.tenant,) = columns["generation"], columns["tenant"]
         (self.touched,) = columns["touched"]
         self.children, self.charge = columns["children"], columns["charge"]
@@ -157,7 +169,7 @@ class Index:
             self.before[head] = row
         self.first[parent] = row
         shown = self.shown[row]
-        for tier, children in enumerate(self.children):
+        for tier, children in enumerate(self.children if shown else ()):
             if shown >> tier & 1:
                 children[parent] += 1
 

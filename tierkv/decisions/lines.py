@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG_VERSION", "DecisionLog", "LineLog", "format_line"]
 
-LOG_VERSION: Final = 1
+LOG_VERSION: Final = 2
 _INLINE: Final = 512  # a longer result is written as its digest
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.abc import StoredPart
 from tierkv.blocks import KEY_BYTES, BlockKey, PartId
+from tierkv.decisions import compressed
 from tierkv.decisions.cost import Run
 from tierkv.decisions.lines import DecisionLog, LineLog
 from tierkv.decisions.types import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["DecisionLog", "LineLog", "replay", "runs"]
 
 _HEADER: Final = b'{"op":"header"'
+_OTHERS: Final = "prefetch."
 _DERIVED: Final = ("header", "resize")  # lines that the object writes of its own accord
 
 
@@ -77,7 +79,7 @@ def _runs(plain: list[list[Any]]) -> list[Run]:
 
 
 def _reserve(d: Decisions, now: float, a: list[Any]) -> object:
-    tier, items, tenant, session, session_bytes, demand, source = a
+    tier, items, tenant, session, session_bytes, demand, source, ahead = a
     return d.reserve(
         tier,
         [_item(i) for i in items],
@@ -87,11 +89,16 @@ def _reserve(d: Decisions, now: float, a: list[Any]) -> object:
         session_bytes=session_bytes,
         demand=demand,
         source=source,
+        ahead=ahead,
     )
 
 
 _CALLS: Final[dict[str, Callable[[Decisions, float, list[Any]], object]]] = {
     "lookup": lambda d, now, a: d.lookup(_query(a[0]), now),
+    "hint": lambda d, now, a: d.hint(
+        [BlockKey(bytes.fromhex(k)) for k in a[0]], a[1], now, stop_reason=a[2], next_in=a[3]
+    ),
+    "score": lambda d, now, a: d.score([_part(p) for p in a[0]], a[1], now),
     "release": lambda d, now, a: d.release(a[0], now),
     "reserve": _reserve,
     "commit": lambda d, now, a: d.commit(a[0], a[1], now, a[2], a[3]),
@@ -116,6 +123,7 @@ _CALLS: Final[dict[str, Callable[[Decisions, float, list[Any]], object]]] = {
     "choose_chain": lambda d, now, a: d.choose_chain(a[0], a[1], a[2], now),
     "plan_load": lambda d, now, a: d.plan_load(bytes.fromhex(a[0]), _runs(a[1]), a[2], now),
     "forget": lambda d, now, a: d.forget([_part(p) for p in a[0]], EvictReason(a[1]), now),
+    **compressed.CALLS,
 }
 
 
@@ -162,7 +170,9 @@ def replay(lines: Iterable[bytes], decisions: Decisions) -> Iterator[bytes]:
             )
         if number and op == "header":
             raise ConfigError(f"line {number + 1} begins another run: cut the log with runs()")
-        if op in _CALLS:
+        if op.startswith(_OTHERS):
+            yield line  # another object's, which writes into the same log
+        elif op in _CALLS:
             _CALLS[op](decisions, now, args)
         elif op in ("begin_lookup", "advance", "finish", "abandon"):
             _sliced(decisions, op, now, args, open_)

@@ -8,7 +8,7 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from tierkv.decisions.index import EXACT, NO_ROW
+from tierkv.decisions.index import EXACT, NO_ROW, identify
 from tierkv.decisions.reasons import Reasons
 from tierkv.decisions.types import Found, FoundPart, MissReason
 from tierkv.errors import ClosedError
@@ -16,6 +16,7 @@ from tierkv.layout import GroupKind
 
 if TYPE_CHECKING:
     from tierkv.blocks import PartId
+    from tierkv.decisions.hinting import Hints
     from tierkv.decisions.placement import Placement
     from tierkv.decisions.types import Drop, Query
 
@@ -57,10 +58,12 @@ class Lookup:
     __slots__ = (
         "best",
         "clock",
+        "counts",
         "done",
         "end",
         "epoch",
         "found",
+        "heard",
         "id",
         "loose",
         "position",
@@ -83,7 +86,8 @@ class Lookup:
             for group, rule in enumerate(query.groups)
             if rule.kind not in _NEED_ALL
         ]
-        self.clock = 0
+        self.counts = query.touch and not query.ahead  # admission and hints hear of it
+        self.clock = self.heard = 0  # heard: blocks that admission has been told of
         self.reset(0)
 
     def reset(self, epoch: int) -> None:
@@ -109,10 +113,11 @@ class Lookup:
 class Matcher(Reasons):
     """Runs lookups and keeps leases."""
 
-    __slots__ = ("_leases", "_number", "_open")
+    __slots__ = ("_hints", "_leases", "_number", "_open")
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, hints: Hints) -> None:
         super().__init__(placement)
+        self._hints = hints
         self._number = 0
         self._open: dict[int, Lookup] = {}
         self._leases: dict[int, array[int]] = {}
@@ -139,6 +144,8 @@ class Matcher(Reasons):
         look.epoch = at.epoch
         look.clock = at.clock
         if query.touch:
+            if look.counts and self._hints.waiting:
+                self._hints.asked(query.keys)
             at.clock += len(query.keys)
         self._open[look.id] = look
         return look
@@ -167,9 +174,23 @@ class Matcher(Reasons):
                 self._scan(look, stop, now)
             else:
                 self._scan_strict(look, stop, now)
+        told = not self._at.ears or not look.counts or self._tell(look, now)
         if look.position >= look.end:
-            look.done = self._trim(look)
+            look.done = self._trim(look) and told
         return look.done
+
+    def _tell(self, look: Lookup, now: float) -> bool:
+        """Tell admission which parts are asked for, there or not, a slice at a time."""
+        query, ears = look.query, self._at.ears
+        stop = min(len(query.keys), look.heard + SLICE)
+        for key in query.keys[look.heard : stop]:
+            for group in range(len(query.groups)):
+                name: PartId = key + group.to_bytes(2, "little")  # type: ignore[assignment]
+                ident = identify(name)
+                for gate in ears:
+                    gate.seen(ident, now)
+        look.heard = stop
+        return stop == len(query.keys)
 
     def _restart(self, look: Lookup) -> None:
         """Something that this lookup may count on was taken away between two slices."""
@@ -192,7 +213,8 @@ class Matcher(Reasons):
         pin, touch = at.pin, at.touch if query.touch else None
         until = inf if query.ttl is None else now + query.ttl
         # the root of a chain ends up as the most recent part of it: leaves go first anyway
-        clock = look.clock + len(keys)
+        step = at.step
+        clock = look.clock + (len(keys) if step < 0 else 1)
         for block in range(look.position, stop):
             for group, suffix in strict:
                 part: PartId = keys[block] + suffix  # type: ignore[assignment]
@@ -211,7 +233,7 @@ class Matcher(Reasons):
                 rows.append(row)
                 pin(row)
                 if touch is not None:
-                    touch(row, clock - block, until)
+                    touch(row, clock + step * block, until)
             else:
                 continue
             break
@@ -234,7 +256,8 @@ class Matcher(Reasons):
                 look.found.append(part)
                 look.rows.append(row)
                 if query.touch:
-                    self._touch(look, row, len(query.keys) - block, now)
+                    depth = len(query.keys) - block if self._at.step < 0 else block + 1
+                    self._touch(look, row, depth, now)
             if look.end == block:
                 break
             self._scan_loose(look, block, now)

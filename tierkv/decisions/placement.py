@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.history import MISS_OF_EVICTION
-from tierkv.decisions.index import NO_ROW, ORPHAN, PRIVATE
+from tierkv.decisions.index import IDENT, NO_ROW, ORPHAN, PRIVATE
 from tierkv.decisions.standing import Standing
 from tierkv.decisions.types import Drop, EvictReason, MissReason
 
@@ -41,6 +41,32 @@ class Placement(Standing):
         index.touched[row] = clock
         if expiry > index.expiry[row]:
             index.expiry[row] = expiry
+        if index.fresh[row]:
+            self._used(row)
+        if row in self.watching:
+            for guard in self.guards:
+                guard.asked(row)
+
+    def _used(self, row: int) -> None:
+        """Note the first use of promoted copies."""
+        mask, self.index.fresh[row] = self.index.fresh[row], 0
+        for tier in self.tiers:
+            self.guards[tier].used += mask >> tier & 1
+
+    def shift(self, row: int, accesses: float) -> None:
+        """Take a row's last use to lie so many accesses later, for those who order by it."""
+        mask, tenant = self.index.resident[row], self.index.tenant[row]
+        for tier in self.tiers:
+            if mask >> tier & 1:
+                self._lookup[tier][tenant].shift(row, accesses)
+
+    def score(self, row: int, value: float) -> None:
+        """Tell how important a row is, now and wherever it will be."""
+        self.scores[row] = value
+        mask, tenant = self.index.resident[row], self.index.tenant[row]
+        for tier in self.tiers:
+            if mask >> tier & 1:
+                self._lookup[tier][tenant].score(row, value)
 
     # ------------------------------------------------------------------ leases and holds
 
@@ -134,8 +160,14 @@ class Placement(Standing):
         index.charge[tier][row] = nbytes
         if row in self.busy:
             self.ledger.pinned[tier] += nbytes
-        policy = self._lookup[tier].get(tenant) or self.policy(tenant, tier)
-        policy.insert(row, nbytes, clock)
+        policies = self._lookup[tier]
+        policy = policies[tenant] if tenant in policies else self.policy(tenant, tier)
+        start, group = IDENT(index.name(row))
+        policy.insert(row, nbytes, clock, start ^ group)
+        if group >= self.groups:
+            self.groups = group + 1
+        if self.scores and row in self.scores:
+            policy.score(row, self.scores[row])
         if index.flags[row] & ORPHAN:
             policy.expedite(row)
         if not index.shown[row] & bit:
@@ -156,7 +188,23 @@ class Placement(Standing):
         if self.leaving and self.leaving.get(row, 0) & bit:
             self.set_leaving(row, tier, leaving=False)
             self.unhold(row)
-        self._lookup[tier][tenant].remove(row)
+        # looked up by identity: hashing an enum costs more than the rest of this line
+        evicted = (
+            reason is EvictReason.CAPACITY
+            or reason is EvictReason.DEMOTED
+            or reason is EvictReason.QUOTA
+            or reason is EvictReason.SHRUNK
+        )
+        policy = self._lookup[tier][tenant]
+        if evicted:
+            start, group = IDENT(part)
+            policy.remove(row, evicted=True, ident=start ^ group)
+        else:
+            policy.remove(row)
+        if index.fresh[row] & bit:
+            index.fresh[row] &= ~bit
+            if evicted:
+                self.guards[tier].left(row)
         left = index.resident[row] & ~bit
         index.resident[row] = left
         index.lossless[row] &= left

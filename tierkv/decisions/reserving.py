@@ -7,12 +7,13 @@ from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.decisions.evicting import TICK_PARTS, Room
-from tierkv.decisions.index import EXACT, NO_ROW
+from tierkv.decisions.index import EXACT, NO_ROW, identify
 from tierkv.decisions.types import EvictReason, MissReason, Outcome, SkipReason, StoreItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierkv.abc import Admission
     from tierkv.blocks import PartId
     from tierkv.decisions.evicting import Evictor
     from tierkv.decisions.placement import Placement
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Reserver", "Slot"]
 
 _PRESENT: Final = Outcome(0)
+_WHY_NOT: Final = {
+    SkipReason.TENANT_QUOTA: MissReason.QUOTA,
+    SkipReason.SESSION_QUOTA: MissReason.QUOTA,
+    SkipReason.REFUSED: MissReason.REFUSED,
+}
 
 
 class Slot(NamedTuple):
@@ -51,6 +57,8 @@ class Request:
         refused: Bytes of the items refused since dirty parts were found in the way.
         dirty: Whether dirty parts were in the way.
         unlimited: Whether neither tenants nor the session have limits.
+        promotes: Whether it is a promotion on a hit: the thrash guard watches it.
+        kept_out: Whether the guard keeps it out where it needs room; None until that is asked.
     """
 
     tier: int
@@ -67,6 +75,8 @@ class Request:
     refused: int = 0
     dirty: bool = False
     unlimited: bool = False
+    promotes: bool = False
+    kept_out: bool | None = None
 
 
 class Reserver:
@@ -130,6 +140,11 @@ class Reserver:
             return Outcome(0, SkipReason.FAILED)
         ledger, tier = at.ledger, request.tier
         room = ledger.capacity[tier] - ledger.used[tier] - ledger.reserved[tier]
+        gate = at.gates[tier]
+        thrashes = request.promotes and item.nbytes > room and self._thrashes(request)
+        if thrashes or (gate is not None and self._keeps_out(gate, row, item, room, request)):
+            self._note(item.part, SkipReason.REFUSED, request)
+            return Outcome(0, SkipReason.REFUSED)
         if item.nbytes > room or not request.unlimited:
             skip = self._refuse(row, item, request)
             if skip is not None:
@@ -138,13 +153,33 @@ class Reserver:
             row = index.rows.get(item.part, NO_ROW)  # room may have been made with its own row
         return self._accept(row, number, item, parent, request)
 
+    def _thrashes(self, request: Request) -> bool:
+        """Whether the thrash guard keeps out a promotion that needs room."""
+        if request.kept_out is None:
+            request.kept_out = self._at.guards[request.tier].refuses()
+        return request.kept_out
+
+    def _keeps_out(
+        self, gate: Admission, row: int, item: StoreItem, room: int, request: Request
+    ) -> bool:
+        """Whether admission keeps an item out of a tier."""
+        at, tier, nbytes = self._at, request.tier, item.nbytes
+        if row >= 0 and at.index.resident[row] >> tier & 1:
+            return False  # it is there already: a better copy takes its place
+        if nbytes > at.ledger.capacity[tier]:
+            return False  # there is a better reason
+        victim = self._evictor.next_out(tier) if gate.compares and nbytes > room else None
+        name = identify(item.part)
+        return not gate.admit(name, nbytes, request.now, demand=request.demand, victim=victim)
+
     def _note(self, part: PartId, skip: SkipReason, request: Request) -> None:
-        """Remember that a quota kept a part out."""
-        if skip in (SkipReason.TENANT_QUOTA, SkipReason.SESSION_QUOTA):
+        """Remember that a quota or admission kept a part out."""
+        why = _WHY_NOT.get(skip)
+        if why is not None:
             index = self._at.index
             row = index.rows.get(part, NO_ROW)
             if row < 0 or not index.resident[row]:
-                self._at.history.note(part, MissReason.QUOTA, request.tier, request.now)
+                self._at.history.note(part, why, request.tier, request.now)
 
     def _known(self, row: int, item: StoreItem, number: int, request: Request) -> Outcome | None:
         """Outcome for a part that has a row, or None if it is to be stored."""
@@ -155,7 +190,14 @@ class Reserver:
         if request.source is not None:
             if not resident >> request.source & 1:
                 return Outcome(0, SkipReason.FAILED)
-            return _PRESENT if resident & bit else None
+            if resident & bit:
+                return _PRESENT
+            # a copy of this generation that was given up there, but is still being read, would
+            # take the new one along when it is freed
+            waiting = self._at.deferred.get(row)
+            if waiting and any(drop.tier == request.tier for drop in waiting):
+                return Outcome(0, SkipReason.IN_FLIGHT)
+            return None
         best = bool(index.flags[row] & EXACT and index.lossless[row])
         worse = not (item.exact and item.lossless)
         # a copy in a tier that is out is worth a second one above it, if that is as good
@@ -167,8 +209,7 @@ class Reserver:
             return Outcome(0, SkipReason.IN_FLIGHT)
         return None
 
-    @staticmethod
-    def _clock(number: int, item: StoreItem, request: Request) -> int:
+    def _clock(self, number: int, item: StoreItem, request: Request) -> int:
         # the root of a chain ends up as the most recent part; parts that stand alone (states,
         # windows) count for the more the later they are
         if request.source is not None:
@@ -177,6 +218,8 @@ class Reserver:
         if item.parent is None and (
             number + 1 == count or request.items[number + 1].parent != item.part
         ):
+            return request.clock + number + 1
+        if self._at.step > 0:
             return request.clock + number + 1
         return request.clock + count - number
 
@@ -291,6 +334,9 @@ class Reserver:
         hole = index.first[row] >= 0 and not index.resident[row] | index.pending[row]
         index.pending[row] |= 1 << tier
         at.ledger.reserve(tier, index.tenant[row], item.nbytes)
+        gate = at.gates[tier]
+        if gate is not None:
+            gate.wrote(item.nbytes, request.now)
         at.sync(row)
         if hole:
             at.refilled(row)

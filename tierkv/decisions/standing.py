@@ -9,14 +9,16 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from tierkv.decisions.expiry import Calendar
+from tierkv.decisions.guarding import Guard
 from tierkv.decisions.history import History
 from tierkv.decisions.index import NO_ROW, ORPHAN, Index
 from tierkv.decisions.ledger import Ledger
+from tierkv.decisions.ruling import Ruled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tierkv.abc import Policy
+    from tierkv.abc import Admission, Policy
     from tierkv.blocks import PartId
     from tierkv.decisions.types import Drop, TenantLimits, TierLimits
 
@@ -45,6 +47,14 @@ class Standing:
         blocked: Rows of the last tier kept only by children that live in other tiers.
         readable: Tiers, one bit each, whose copies lookups may count on.
         writable: Tiers, one bit each, into which copies may be demoted.
+        gates: Admission of each tier; None where everything is admitted.
+        ears: Those of them that want to hear of lookups.
+        guards: What watches the promotions into each tier.
+        watching: How many of them watch each row.
+        scores: Importance of the rows that somebody scored.
+        rules: Rules of each tier that has more than a policy.
+        groups: Layer groups seen.
+        step: What the clock of a chain's next block adds in a lookup: -1 touches leaves first.
     """
 
     __slots__ = (
@@ -59,7 +69,11 @@ class Standing:
         "calendar",
         "clock",
         "deferred",
+        "ears",
         "epoch",
+        "gates",
+        "groups",
+        "guards",
         "history",
         "holds",
         "index",
@@ -68,7 +82,11 @@ class Standing:
         "partitions",
         "readable",
         "ready",
+        "rules",
+        "scores",
+        "step",
         "tiers",
+        "watching",
         "writable",
     )
 
@@ -79,6 +97,8 @@ class Standing:
         tenants: Mapping[str, TenantLimits] | None,
         default_limits: TenantLimits | None,
         history: int,
+        gates: Sequence[Admission | None] = (),
+        step: int = -1,
     ) -> None:
         self.tiers = range(len(tiers))
         self.readable = self.writable = (1 << len(tiers)) - 1
@@ -93,6 +113,9 @@ class Standing:
         self.leaving: dict[int, int] = {}
         self.blocked: dict[int, None] = {}
         self.partitions: list[list[tuple[int, Policy]]] = [[(_SHARED, make())] for make in policies]
+        first = [partitions[0][1] for partitions in self.partitions]
+        self.rules = [policy.rules if isinstance(policy, Ruled) else () for policy in first]
+        self.groups = 1
         self._factories = tuple(policies)
         self._lookup: list[dict[int, Policy]] = [{} for _ in tiers]
         self._levels = tuple((1 << tier, self._lookup[tier]) for tier in self.tiers)
@@ -101,6 +124,12 @@ class Standing:
         self.deferred: dict[int, list[Drop]] = {}
         self.ready: list[tuple[int, Drop]] = []
         self._orphans: deque[PartId] = deque()
+        self.gates = tuple(gates) or (None,) * len(tiers)
+        self.ears = tuple(gate for gate in self.gates if gate is not None and gate.listens)
+        self.watching: dict[int, int] = {}
+        self.guards = tuple(Guard(self.watching) for _ in tiers)
+        self.scores: dict[int, float] = {}
+        self.step = step
 
     # ------------------------------------------------------------------ policies
 
@@ -133,6 +162,9 @@ class Standing:
         self._parts[tier] = parts
         for _, policy in self.partitions[tier]:
             policy.resize(parts)
+        gate = self.gates[tier]
+        if gate is not None:
+            gate.resize(parts)
         return parts
 
     # ------------------------------------------------------------------ consequences
@@ -148,7 +180,7 @@ class Standing:
                 self._orphans.append(index.name(row))
             elif row not in self.busy:
                 parent = index.parent[row]
-                index.remove(row)
+                self.recycle(row)
                 if parent >= 0 and not index.resident[parent]:
                     self.prune(parent)
 
@@ -172,14 +204,15 @@ class Standing:
             return
         mask = index.resident[parent]
         affected = mask == self._last  # a child anywhere can block a last copy there
-        for tier, children in enumerate(index.children):
-            bit = 1 << tier
-            if changed & bit:
-                count = children[parent] + (1 if shown & bit else -1)
-                children[parent] = count
-                # the first child that comes, or the last that goes
-                if mask & bit and count == bool(shown & bit):
-                    affected = True
+        while changed:
+            bit = changed & -changed
+            changed ^= bit
+            children, comes = index.children[bit.bit_length() - 1], 1 if shown & bit else 0
+            count = children[parent] + (1 if comes else -1)
+            children[parent] = count
+            # the first child that comes, or the last that goes
+            if count == comes and mask & bit:
+                affected = True
         if affected and parent not in self.busy:
             self.refresh(parent)
 
@@ -188,10 +221,13 @@ class Standing:
         index = self.index
         mask, wanted = index.resident[row], 0
         if mask and row not in self.busy:
-            for tier, children in enumerate(index.children):
-                if mask >> tier & 1 and not children[row]:
-                    wanted |= 1 << tier
-        if wanted == mask == self._last and index.has_live_child(row):
+            left = mask
+            while left:
+                bit = left & -left
+                left ^= bit
+                if not index.children[bit.bit_length() - 1][row]:
+                    wanted |= bit
+        if wanted == mask == self._last and index.first[row] >= 0 and index.has_live_child(row):
             self.blocked[row] = None
             wanted = 0
         elif self.blocked:
@@ -215,8 +251,17 @@ class Standing:
             index.resident[row] or index.pending[row] or index.first[row] >= 0 or row in self.busy
         ):
             parent = index.parent[row]
-            index.remove(row)
+            self.recycle(row)
             row = parent
+
+    def recycle(self, row: int) -> None:
+        """Let a row go: it will name another part."""
+        if row in self.watching:
+            for guard in self.guards:
+                guard.forget(row)
+        if self.scores:
+            self.scores.pop(row, None)
+        self.index.remove(row)
 
     # ------------------------------------------------------------------ holes
 

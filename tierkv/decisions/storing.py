@@ -28,6 +28,7 @@ class _Open(NamedTuple):
     tier: int
     source: int | None
     slots: dict[int, Slot]
+    promotes: bool
 
 
 class Storer:
@@ -63,20 +64,30 @@ class Storer:
         *,
         demand: bool,
         source: int | None,
+        ahead: bool,
     ) -> Reservation:
         """See :meth:`Decisions.reserve`."""
         at = self._at
         drops, owner = at.collect(), at.ledger.tenant(tenant)
         room = Room(tier, 0, owner, drops=drops)
         request = Request(tier, owner, source, demand, items, session_left, now, at.clock, room)
+        request.promotes = source is not None and source > tier and not (demand or ahead)
         outcomes = self._reserver.decide(request)
         handle = 0
         if request.slots:
             self._number += 1
             handle = self._number
-            self._open[handle] = _Open(tier, source, request.slots)
+            self._open[handle] = _Open(tier, source, request.slots, request.promotes)
+            if request.promotes and drops:
+                self._race(request, drops)
         short = self._reserver.short(request) if request.dirty else 0
         return Reservation(handle, tuple(outcomes), tuple(drops), short)
+
+    def _race(self, request: Request, drops: Sequence[Drop]) -> None:
+        """Watch who is asked for first: what is promoted, or what it pushed out."""
+        at, rows = self._at, self._at.index.rows
+        pushed = [rows[d.part] for d in drops if d.tier == request.tier and d.part in rows]
+        at.guards[request.tier].begin([slot.row for slot in request.slots.values()], pushed)
 
     def commit(
         self,
@@ -92,23 +103,28 @@ class Storer:
             return at.collect()
         held, real = self._check(handle, done, charges)
         tier, bit, source = held.tier, 1 << held.tier, held.source
+        gate, promotes = at.gates[tier], held.promotes
         drops: list[Drop] = []
         for position, number in enumerate(done):
             slot = held.slots.pop(number)
             row, nbytes = slot.row, real[position]
+            if source is None:
+                self._publish(row, slot, drops, now)  # the row is pending: it stays meanwhile
             index.pending[row] &= ~bit
             if source is not None and index.resident[row]:
                 if index.generation[row] != slot.generation:
                     drops.append(self._outdated(slot, tier, nbytes))
                     continue
-            elif source is None:
-                index.pending[row] |= bit  # the row stays while copies change
-                drops += self._publish(row, slot, now)
-                index.pending[row] &= ~bit
-            index.generation[row] = slot.generation
+            else:
+                index.generation[row] = slot.generation
             at.ledger.charge(tier, index.tenant[row], nbytes, slot.nbytes)
             fine = slot.item.lossless if lossless is None else lossless[position]
             at.place(row, tier, nbytes, lossless=fine, clock=slot.clock)
+            if promotes:
+                index.fresh[row] |= bit
+                at.guards[tier].made += 1
+            if gate is not None and nbytes != slot.nbytes:
+                gate.wrote(nbytes - slot.nbytes, now)
             if source is not None:
                 at.unhold(row)
         if not held.slots:
@@ -151,18 +167,17 @@ class Storer:
             " committed or rolled back before"
         )
 
-    def _publish(self, row: int, slot: Slot, now: float) -> list[Drop]:
-        """Take the place of older copies."""
+    def _publish(self, row: int, slot: Slot, drops: list[Drop], now: float) -> None:
+        """Take the place of older copies; ``drops`` gets those that are to be freed."""
         at, index, item = self._at, self._at.index, slot.item
         until = inf if item.ttl is None else now + item.ttl
-        drops: list[Drop] = []
         if index.resident[row]:
             until = max(until, index.expiry[row])
-        for tier in at.tiers if index.resident[row] else ():
-            if index.resident[row] >> tier & 1:
-                drop = at.drop(row, tier, EvictReason.REPLACED, now)
-                if drop is not None:
-                    drops.append(drop)
+            for tier in at.tiers:
+                if index.resident[row] >> tier & 1:
+                    drop = at.drop(row, tier, EvictReason.REPLACED, now)
+                    if drop is not None:
+                        drops.append(drop)
         flags = index.flags[row] & ~(EXACT | PRIVATE)
         flags |= EXACT if item.exact else 0
         flags |= PRIVATE if item.private else 0
@@ -171,7 +186,6 @@ class Storer:
         index.expiry[row] = until
         if until < inf:
             at.calendar.add(row, until)
-        return drops
 
     def rollback(
         self, handle: int, failed: Sequence[int], now: float, reason: SkipReason
@@ -181,11 +195,14 @@ class Storer:
         if not failed:
             return at.collect()
         held, _ = self._check(handle, failed, None)
+        gate = at.gates[held.tier]
         for number in failed:
             slot = held.slots.pop(number)
             row = slot.row
             index.pending[row] &= ~(1 << held.tier)
             at.ledger.give_back(held.tier, index.tenant[row], slot.nbytes)
+            if gate is not None:
+                gate.wrote(-slot.nbytes, now)
             if reason is SkipReason.FAILED and not index.resident[row]:
                 at.history.note(slot.item.part, MissReason.FAILED, held.tier, now)
             at.settle(row)

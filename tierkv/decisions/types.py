@@ -43,6 +43,7 @@ class MissReason(Enum):
     FIDELITY = "fidelity"  # only a lossy copy or derived KV is there, exact was asked for
     HOLE = "hole"  # a later part is there, but one that it needs is not
     DEADLINE = "deadline"  # not loaded in time
+    REFUSED = "refused"  # admission kept it out
     SLOWER = "slower"  # loading would take longer than recomputing
 
 
@@ -134,6 +135,8 @@ class Query:
             applied by this session (a part without TTL lives until it is evicted).
         touch: Whether this counts as a use (a mere probe must not renew anything).
         lease: Whether the parts found are leased until released.
+        ahead: Whether another lookup of the same request follows (this one is a prefetch's):
+            then admission and hints hear of that one only.
     """
 
     keys: tuple[BlockKey, ...]
@@ -144,6 +147,7 @@ class Query:
     ttl: float | None = None
     touch: bool = True
     lease: bool = True
+    ahead: bool = False
 
 
 class FoundPart(NamedTuple):

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tierkv.abc import DirectBackend
-from tierkv.config import resolve_policies, tier_chain
+from tierkv.config import later_rules, resolve_policies, tier_chain
+from tierkv.decisions.coding_rules import Rule
 from tierkv.decisions.core import Decisions
+from tierkv.decisions.ruling import Rule as TierRule
+from tierkv.decisions.ruling import Ruled
 from tierkv.decisions.types import TenantLimits, TierLimits
 from tierkv.errors import ConfigError
 from tierkv.mover.levels import Level
 from tierkv.pipeline import parse_chains
-from tierkv.registry import resolve
+from tierkv.registry import factory, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tierkv.abc import Backend, Policy
-    from tierkv.config import EngineConfig
+    from tierkv.config import EngineConfig, Tier
     from tierkv.mover.core import Core
 
 __all__ = ["describe", "make_decisions", "make_levels", "open_level", "tenant_limits"]
@@ -67,10 +71,8 @@ def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
     Raises:
         ConfigError: if a policy is unknown or cannot be honoured.
     """
-    names = resolve_policies(config)
-    policies: list[Callable[[], Policy]] = [
-        resolve("policies", names[tier.name]) for tier in config.tiers
-    ]
+    policies = _policies(config)
+    admission = [factory("admissions", tier.admission) for tier in config.tiers]
     tiers = [
         TierLimits(
             name=tier.name,
@@ -82,7 +84,52 @@ def make_decisions(config: EngineConfig, levels: Sequence[Level]) -> Decisions:
         )
         for tier, level in zip(config.tiers, levels, strict=True)
     ]
-    return Decisions(tiers, policy=policies, tenants=tenant_limits(config), history=config.history)
+    decisions = Decisions(
+        tiers,
+        policy=policies,
+        admission=admission,
+        tenants=tenant_limits(config),
+        history=config.history,
+    )
+    places = [level.memory is not None or level.resident is not None for level in levels]
+    decisions.compress([_rules(config, tier) for tier in config.tiers], places)
+    return decisions
+
+
+def _rules(config: EngineConfig, tier: Tier) -> list[Rule]:
+    """The rules of compression that copies in a tier may come to meet."""
+    rules = later_rules(config, tier)
+    for rule in rules:
+        parse_chains(rule.chain)  # an unknown codec is found at start
+    return [
+        Rule(
+            chain=rule.chain,
+            steps=rule.steps,
+            seconds=rule.seconds,
+            sinks=rule.sinks,
+            below=rule.importance_below,
+            in_place=rule.when == "in_place",
+        )
+        for rule in rules
+    ]
+
+
+def _policies(config: EngineConfig) -> list[Callable[[], Policy]]:
+    """What makes the policy of each tier; rules side by side where there are several."""
+    names = [tier.name for tier in config.tiers]
+    made: list[Callable[[], Policy]] = []
+    for specs in resolve_policies(config).values():
+        rules = [
+            TierRule(
+                factory("policies", spec.name),
+                sessions=spec.unit == "session",
+                target=None if spec.to is None else names.index(spec.to),
+            )
+            for spec in specs
+        ]
+        plain = len(rules) == 1 and not rules[0].sessions and rules[0].target is None
+        made.append(rules[0].make if plain else partial(Ruled, rules))
+    return made
 
 
 def _usable(level: Level, capacity: int) -> int:
@@ -108,13 +155,21 @@ async def open_level(core: Core, level: Level) -> None:
     await core.purge(level)
 
 
+def _for_whom(chains: Iterable[str]) -> str:
+    """That sessions have to want lossy copies, where there may be some: else they are misses."""
+    lossless = all(parse_chains(chain).lossless for chain in chains)
+    return "" if lossless else ", lossy: for sessions with fidelity='lossy'"
+
+
 def describe(core: Core, level: Level) -> str:
     """How bytes travel to and from a tier, for the start-up line: path, codec, direct I/O."""
     text = f"{level.name}={level.backend.stats().mode}"
     if level.candidate is not None:
         text += f" (raw, {level.candidate} where it pays)"
+    elif rules := core.decisions.rule_chains(level.index):
+        text += f" ({level.chain}, {', '.join(rules)} by rule{_for_whom((level.chain, *rules))})"
     elif level.chain != "raw":
-        text += f" ({level.chain})"
+        text += f" ({level.chain}{_for_whom([level.chain])})"
     backend = level.backend
     for other in core.levels:
         device = other.resident.device if other.resident is not None else None

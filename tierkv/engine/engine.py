@@ -111,8 +111,12 @@ class Engine(Lifecycle):
         space: Space | None = None,
         salt: bytes = b"",
         fidelity: str = "exact",
+        guess: bool = False,
     ) -> Job[int]:
-        """Start bringing a prefix into the fastest tier, e.g. when its request arrives.
+        """Start bringing a prefix into the fastest tier: call it when its request arrives.
+
+        It counts as a use of the prefix, for which what was used before gives way; call it for a
+        request that has to wait for its turn, and load it then.
 
         Args:
             session: Session whose history to bring; nothing is brought if there is none.
@@ -121,6 +125,8 @@ class Engine(Lifecycle):
             space: Space; None takes the engine's.
             salt: Salt of the blocks, where no session is named.
             fidelity: ``"exact"``, or ``"lossy"`` if lossy copies are of use.
+            guess: Whether no request is there yet. A guess is no use, and evicts nothing that was
+                used later than the prefix.
 
         Returns:
             The engine-owned job; awaiting ``job.wait()`` gives the number of parts moved, and is
@@ -138,7 +144,7 @@ class Engine(Lifecycle):
         # a probe: it makes no session and renews none
         state = self._sessions.get(space, tenant, session) if session is not None else None
         state = state or SessionState(session or "", tenant, space, salt)
-        handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
+        lossy = check_fidelity(fidelity) == "lossy"
         keys = state.chain.keys
         if tokens is not None:
             chain, ids = state.chain.fork(), as_token_ids(tokens)
@@ -147,7 +153,9 @@ class Engine(Lifecycle):
             else:
                 await self.workers.run(chain.follow, ids)
             keys = chain.keys
-        return handle.promote(keys)
+        return self.runtime.prefetcher.ask(
+            state, keys, named=session is not None, lossy=lossy, guess=guess
+        )
 
     def match_many(
         self, requests: Sequence[tuple[Session, Sequence[int]]]
@@ -315,6 +323,9 @@ class Engine(Lifecycle):
             traffic={x.name: traffic(core, x) for x in core.levels},
             chains={x.name: x.chain for x in core.levels},
             prefill=core.decisions.costs.speeds(),
+            prefetch={figures.name: figures for figures in self._prefetched()},
+            promotions={x.name: core.decisions.promotions(x.index) for x in core.levels},
+            hints=tuple(core.decisions.hint_classes()),
         )
 
 

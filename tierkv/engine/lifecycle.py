@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from tierkv import __version__
 from tierkv.buffers import Staging
+from tierkv.config import later_rules
 from tierkv.engine.compose import describe, make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
 from tierkv.engine.parts import Parts
 from tierkv.engine.pinning import Pinning
+from tierkv.engine.predicting import make_prefetcher
 from tierkv.engine.stats import CloseReport
+from tierkv.engine.tracing import TraceFile
 from tierkv.errors import BackendError, ClosedError
 from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
@@ -23,7 +26,6 @@ from tierkv.mover.core import Core
 from tierkv.mover.fetch import Fetcher
 from tierkv.mover.probing import probe
 from tierkv.mover.tuning import Tuner
-from tierkv.prefetch import Prefetcher
 from tierkv.session import SessionTable
 from tierkv.session.table import Runtime
 from tierkv.workers import Lane, Signal, Workers
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Lifecycle"]
 
 _log = logging.getLogger("tierkv")
-_LOOPS = ("write-behind", "housekeeping")
+_LOOPS = ("write-behind", "housekeeping", "compression")
 
 
 class Lifecycle(Parts):
@@ -63,11 +65,13 @@ class Lifecycle(Parts):
         self._wall = wall
         self._log_file: LogFile | None = None
         self._logging: Job[None] | None = None
+        self._trace_file: TraceFile | None = None
         self.metrics = MetricsObserver(
             [t.name for t in config.tiers],
             self.snapshot,
             version=__version__,
             workers=_LOOPS,
+            chains=sorted({r.chain for tier in config.tiers for r in later_rules(config, tier)}),
         )
         self._observer = observer or (self.metrics if config.metrics else NullObserver())
         self.workers = Workers(
@@ -126,6 +130,9 @@ class Lifecycle(Parts):
         if self.config.decision_log is not None:
             self._log_file = await self.workers.run(LogFile, self.config.decision_log)
             core.decisions.attach(self._log_file)
+        if self.config.trace is not None:
+            args = (self.config.trace, core.clock(), core.wall())
+            self._trace_file = await self.workers.run(TraceFile, *args)
         for level in core.levels:
             attempted.append(level)
             await open_level(core, level)
@@ -135,8 +142,9 @@ class Lifecycle(Parts):
         fetcher = Fetcher(core)
         behind = WriteBehind(core, int(self.config.write_queue))
         fetcher.promoted = behind.promote
-        prefetcher = Prefetcher(core, fetcher, behind)
-        self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy)
+        prefetcher = make_prefetcher(self.config, core, fetcher, behind, self._log_file)
+        recorder = self._trace_file.recorder if self._trace_file is not None else None
+        self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy, recorder)
         self._table = SessionTable(core)
         if self.config.metrics_port is not None:
             self._server = serve(self.metrics.registry, self.config.metrics_port)
@@ -156,12 +164,14 @@ class Lifecycle(Parts):
             core.free(drops)
             self.runtime.behind.demote(demotes)
             self._sessions.expire(core.clock())
+            self.runtime.prefetcher.tick()
             for level in core.levels:
                 # by themselves: a tier that hangs must not stop the clock of the others
                 if level.doomed and level.purging is None:
                     self.workers.spawn(core.purge, level, name="purge", lane=Lane.BACKGROUND)
                 probe(core, level)
             self._tuner.tick()
+            self.runtime.behind.recoder.kick()
             if self._pinning is not None:
                 self._pinning.begin()
             if self._log_file is not None and (self._logging is None or self._logging.done()):
@@ -169,6 +179,9 @@ class Lifecycle(Parts):
                 self._logging = self.workers.spawn(
                     self.workers.run, self._log_file.flush, name="log", lane=Lane.BACKGROUND
                 )
+            if self._trace_file is not None and self._trace_file.due(core.clock()):
+                run, flush = self.workers.run, self._trace_file.flush
+                self.workers.spawn(run, flush, name="trace", lane=Lane.BACKGROUND)
 
     async def aclose(self) -> CloseReport:
         """Write what is queued (for at most ``close_timeout``), sync and close. Idempotent.
@@ -257,7 +270,7 @@ class Lifecycle(Parts):
             _log.exception("%s: tier %s did not close", self.config.name, level.name)
 
     async def _close_files(self, grace: float) -> None:
-        for thing in (self._server, self._log_file):
+        for thing in (self._server, self._log_file, self._trace_file):
             if thing is None:
                 continue
             if not self.workers.running:

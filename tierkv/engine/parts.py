@@ -10,6 +10,7 @@ from tierkv.metrics import EngineSnapshot, TierSnapshot, TrafficSnapshot
 
 if TYPE_CHECKING:
     from tierkv.config import EngineConfig
+    from tierkv.decisions.predict import PrefetchFigures
     from tierkv.metrics import MetricsServer
     from tierkv.mover.core import Core
     from tierkv.mover.levels import Level
@@ -108,6 +109,11 @@ class Parts:
         """Snapshot of every session."""
         return [self._sessions.info(state) for state in self._sessions]
 
+    def _prefetched(self) -> tuple[PrefetchFigures, ...]:
+        if self._runtime is None:  # while it is opened; every series is there from the start
+            return EngineSnapshot().prefetch
+        return self._runtime.prefetcher.books.figures(self._runtime.core.clock())
+
     def snapshot(self) -> EngineSnapshot:
         """What the metrics page shows as gauges."""
         core = self._core
@@ -115,6 +121,7 @@ class Parts:
             return EngineSnapshot()
         d = core.decisions
         behind = self.runtime.behind if self._runtime is not None else None
+        heeded = [found.heeded for found in d.hint_classes()]
         return EngineSnapshot(
             tiers=tuple(
                 TierSnapshot(
@@ -127,6 +134,7 @@ class Parts:
                     traffic=traffic(core, x),
                     chain=x.chain,
                     chains=(x.chain,) if x.candidate is None else ("raw", x.candidate),
+                    promotions=d.promotions(x.index),
                 )
                 for x in core.levels
             ),
@@ -136,5 +144,8 @@ class Parts:
             thread_hops=core.workers.thread_hops,
             sessions=sum(bool(state.handles) for state in self._sessions),
             leases=d.leases(),
+            prefetch=self._prefetched(),
+            hints_heeded=sum(heeded),
+            hints_unheeded=len(heeded) - sum(heeded),
             session_bytes=sum(self._sessions.info(s).nbytes for s in self._sessions if s.handles),
         )

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierkv.abc import BackendStats
+    from tierkv.decisions.guarding import Promotions
+    from tierkv.decisions.hinting import HintClass
+    from tierkv.decisions.predict import PrefetchFigures
     from tierkv.metrics import TrafficSnapshot
 
 __all__ = ["CloseReport", "EngineStats"]
@@ -45,6 +48,10 @@ class EngineStats:
         chains: By tier, the codec chain of new frames.
         prefill: By space (its fingerprint in hexadecimal), tokens a second of prefill, as told by
             :meth:`tierkv.session.Session.computed`.
+        prefetch: By predictor, what its prefetches came to; ``arrival`` counts those that callers
+            asked for, too.
+        promotions: By tier, what became of the parts that were copied into it on a hit.
+        hints: What was learned of each class of hints (:meth:`tierkv.session.Session.hint`).
     """
 
     tiers: dict[str, BackendStats]
@@ -62,6 +69,9 @@ class EngineStats:
     traffic: dict[str, tuple[TrafficSnapshot, ...]] = field(default_factory=dict)
     chains: dict[str, str] = field(default_factory=dict)
     prefill: dict[str, float] = field(default_factory=dict)
+    prefetch: dict[str, PrefetchFigures] = field(default_factory=dict)
+    promotions: dict[str, Promotions] = field(default_factory=dict)
+    hints: tuple[HintClass, ...] = ()
 
     @property
     def breaker_open(self) -> tuple[str, ...]:

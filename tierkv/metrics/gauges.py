@@ -33,6 +33,9 @@ def snapshot_families(state: EngineSnapshot) -> Iterator[Metric]:
             family.add_metric((tier.name,), value)
         yield family
     yield from _traffic(state)
+    yield from _promotions(state)
+    yield from _hints(state)
+    yield from _prefetch(state)
     yield GaugeMetricFamily("tierkv_sessions_open", "Sessions open now.", state.sessions)
     yield GaugeMetricFamily(
         "tierkv_session_bytes", "Bytes that open sessions refer to.", state.session_bytes
@@ -50,6 +53,62 @@ def snapshot_families(state: EngineSnapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "tierkv_thread_hops", "Calls handed to worker threads.", state.thread_hops
     )
+
+
+def _promotions(state: EngineSnapshot) -> Iterator[Metric]:
+    made = CounterMetricFamily(
+        "tierkv_promotions", "Parts copied into a tier because they were hit.", labels=("tier",)
+    )
+    outcomes = CounterMetricFamily(
+        "tierkv_promotion_outcomes",
+        "What became of them: used again, or wasted (gone for want of room before that); refused"
+        " counts the times that the thrash guard let none be made.",
+        labels=("tier", "outcome"),
+    )
+    for tier in state.tiers:
+        made.add_metric((tier.name,), tier.promotions.made)
+        for outcome in ("used", "wasted", "refused"):
+            outcomes.add_metric((tier.name, outcome), getattr(tier.promotions, outcome))
+    yield from (made, outcomes)
+
+
+def _hints(state: EngineSnapshot) -> Iterator[Metric]:
+    # how many, not which: a class is named by what callers say
+    family = GaugeMetricFamily(
+        "tierkv_hint_classes",
+        "Classes of hints seen: heeded where they tell when sessions return.",
+        labels=("heeded",),
+    )
+    family.add_metric(("yes",), state.hints_heeded)
+    family.add_metric(("no",), state.hints_unheeded)
+    yield family
+
+
+def _prefetch(state: EngineSnapshot) -> Iterator[Metric]:
+    issued = CounterMetricFamily(
+        "tierkv_prefetch_issued", "Parts that a predictor was granted.", labels=("predictor",)
+    )
+    nbytes = CounterMetricFamily(
+        "tierkv_prefetch_bytes", "Bytes that a predictor was granted.", labels=("predictor",)
+    )
+    outcomes = CounterMetricFamily(
+        "tierkv_prefetch_outcomes",
+        "What became of them: used, late (still on the way when asked for), wasted, refused.",
+        labels=("predictor", "outcome"),
+    )
+    enabled = GaugeMetricFamily(
+        "tierkv_prefetch_enabled",
+        "Whether a predictor plans: 0 while it is off for being wrong too often.",
+        labels=("predictor",),
+    )
+    for figures in state.prefetch:
+        name = (figures.name,)
+        issued.add_metric(name, figures.issued)
+        nbytes.add_metric(name, figures.nbytes)
+        enabled.add_metric(name, float(figures.enabled))
+        for outcome in ("used", "late", "wasted", "refused"):
+            outcomes.add_metric((figures.name, outcome), getattr(figures, outcome))
+    yield from (issued, nbytes, outcomes, enabled)
 
 
 def _traffic(state: EngineSnapshot) -> Iterator[Metric]:

@@ -39,6 +39,7 @@ _OUTCOMES: Final = ("ok", "failed")
 _TIER_OPS: Final = ("load",)  # these know the tier they came from; the others do not
 _ENGINE_OPS: Final = ("match", "store", "flush", "prefetch", _OTHER)
 _BREAKER: Final = ("open", "half_open", "closed")
+_RECODINGS: Final = ("converted", "kept", "put_off", "failed")
 _CORRUPTIONS: Final = ("checksum", "header", "short", _OTHER)
 
 
@@ -76,6 +77,7 @@ class MetricsObserver(Observer):
         *,
         version: str,
         workers: Sequence[str] = (),
+        chains: Sequence[str] = (),
     ) -> None:
         """Start at zero.
 
@@ -84,6 +86,7 @@ class MetricsObserver(Observer):
             snapshot: Returns the present state; called by scrapes, from any thread.
             version: Version of the package, for ``tierkv_build_info``.
             workers: Names of the background workers.
+            chains: Codec chains that the rules of compression name.
         """
         self.tiers = tuple(tiers)
         self._snapshot = snapshot
@@ -100,6 +103,9 @@ class MetricsObserver(Observer):
         self._skipped = _zeros(self.tiers, [r.value for r in SkipReason])
         self._restarts = _zeros((*workers, _OTHER))
         self._breakers = _zeros(self.tiers, _BREAKER)
+        self._recodings = _zeros(self.tiers, (*chains, _OTHER), _RECODINGS)
+        self._recoded_bytes = _zeros(self.tiers)
+        self._refused = _zeros(self.tiers)
         self._saved = 0.0
         self._lag = _Histogram()
         timed = [*_zeros(_DIRECTIONS, self.tiers), *_zeros(_TIER_OPS, scopes)]
@@ -188,6 +194,15 @@ class MetricsObserver(Observer):
         if (tier, to) in self._breakers:
             self._breakers[tier, to] += 1
 
+    def recoded(self, *, tier: str, chain: str, result: str, saved: int, refused: int) -> None:
+        """Count one copy that was to be converted where it is."""
+        known = (tier, chain, result) in self._recodings
+        key = (tier, chain if known else _OTHER, result)
+        if key in self._recodings:
+            self._recodings[key] += 1
+            self._recoded_bytes[(tier,)] += saved
+            self._refused[(tier,)] += refused
+
     def saved(self, *, seconds: float) -> None:
         """Count seconds of prefill that a load saved."""
         self._saved += max(seconds, 0.0)
@@ -248,6 +263,24 @@ class MetricsObserver(Observer):
                 "Changes of the breakers of tiers.",
                 ("tier", "to"),
                 self._breakers,
+            ),
+            (
+                "recodings",
+                "Copies that were to be converted to another codec chain where they are.",
+                ("tier", "chain", "result"),
+                self._recodings,
+            ),
+            (
+                "recoding_saved_bytes",
+                "Bytes that tiers got back through conversions.",
+                ("tier",),
+                self._recoded_bytes,
+            ),
+            (
+                "recoding_refused_sections",
+                "Sections whose values a lossy codec refused; they stay lossless.",
+                ("tier",),
+                self._refused,
             ),
             ("worker_restarts", "Background workers restarted.", ("worker",), self._restarts),
         )

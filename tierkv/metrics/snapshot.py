@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+from tierkv.decisions.guarding import Promotions
+from tierkv.decisions.predict import PrefetchFigures
 
 __all__ = ["EngineSnapshot", "TierSnapshot", "TrafficSnapshot"]
+
+_NO_PROMOTIONS: Final = Promotions(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class TierSnapshot:
     """State of one tier at one moment, in bytes as its backend charges them.
 
     ``traffic`` has one entry a direction; ``chain`` is the codec chain of new frames, and
-    ``chains`` all that it may become.
+    ``chains`` all that it may become; ``promotions`` are those into this tier, on a hit.
     """
 
     name: str
@@ -43,6 +49,7 @@ class TierSnapshot:
     traffic: tuple[TrafficSnapshot, ...] = (TrafficSnapshot("read"), TrafficSnapshot("write"))
     chain: str = "raw"
     chains: tuple[str, ...] = ("raw",)
+    promotions: Promotions = _NO_PROMOTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,10 @@ class EngineSnapshot:
         write_queue_oldest_seconds: How long the oldest of them have waited.
         tasks: Engine-owned jobs started so far.
         thread_hops: Calls handed to worker threads so far.
+        prefetch: What each predictor's prefetches came to; ``arrival`` counts those that callers
+            asked for, too.
+        hints_heeded: Classes of sessions' hints that order evictions.
+        hints_unheeded: Classes that tell nothing, or of which not enough is known yet.
     """
 
     tiers: tuple[TierSnapshot, ...] = ()
@@ -68,3 +79,6 @@ class EngineSnapshot:
     write_queue_oldest_seconds: float = 0.0
     tasks: int = 0
     thread_hops: int = 0
+    prefetch: tuple[PrefetchFigures, ...] = (PrefetchFigures("arrival"),)
+    hints_heeded: int = 0
+    hints_unheeded: int = 0

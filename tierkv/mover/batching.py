@@ -26,6 +26,10 @@ __all__ = ["Begun", "Passage", "Run", "batch_bytes", "batches", "staged_bytes"]
 _BATCH_PARTS = 128
 _HEADERS_BYTES = _BATCH_PARTS * 8192
 """What headers may add to a slice: 32 frames of 1 MiB go together."""
+_RAM_BYTES = 256 * 1024 * 1024
+_RAM_SHARE = 8
+"""Into RAM so much goes in one batch, but beyond a slice no more than this part of the tier: a
+batch cannot evict what it brings itself."""
 _SPLIT_BYTES = 4 * 1024 * 1024
 """A store of less than this travels as one batch, and one of more in batches of no less than a
 quarter of it: below, what a call costs outweighs what overlapping saves."""
@@ -124,8 +128,10 @@ def batch_bytes(core: Core, plans: Sequence[StorePlan]) -> int:
     level, total = core.levels[0], sum(plan.nbytes for plan in plans)
     most = min(SLICE_BYTES, core.window_bytes)
     if level.memory is not None and all(map(host_memory, plans)):
-        # one stage: there is nothing to overlap, and without a codec nothing is staged
-        return SLICE_BYTES + _HEADERS_BYTES if level.chain == RAW else most
+        # one stage: there is nothing to overlap, and without a codec nothing is staged; a thread
+        # that fills frames stops between two of them for a caller that is cancelled
+        share = min(_RAM_BYTES, core.decisions.capacity(level.index) // _RAM_SHARE)
+        return max(SLICE_BYTES + _HEADERS_BYTES, share) if level.chain == RAW else most
     if total < _SPLIT_BYTES:
         return most
     # what is gathered, sealed and written at once fits a share of the staging window

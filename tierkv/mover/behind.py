@@ -22,7 +22,8 @@ from tierkv.errors import ClosedError
 from tierkv.mover.copies import Copy, CopyQueue
 from tierkv.mover.copying import copy_batch
 from tierkv.mover.flushing import FlushResult, flush
-from tierkv.mover.reforming import most_bytes
+from tierkv.mover.recoding import Recoder
+from tierkv.mover.reforming import most_room
 from tierkv.mover.turns import Turn
 from tierkv.workers import Lane, Signal, enter_lane
 
@@ -49,12 +50,14 @@ class WriteBehind:
 
     Attributes:
         turns: Whose turn it is on each tier, in order of the tiers.
+        recoder: Converts copies where they are.
         dropped: Write-through copies that found the queue full.
         failed: Copies that had room in their target and were not made nevertheless.
     """
 
     def __init__(self, core: Core, limit: int) -> None:
         self.turns = [Turn() for _ in core.levels]
+        self.recoder = Recoder(core, self.turns)
         self.dropped = 0
         self.failed = 0
         self._core = core
@@ -72,6 +75,11 @@ class WriteBehind:
     def pending(self) -> int:
         """Copies not yet made."""
         return len(self._queue) + len(self._taken)
+
+    @property
+    def under_way(self) -> list[Copy]:
+        """Copies being made."""
+        return list(self._taken)
 
     @property
     def queued_bytes(self) -> int:
@@ -245,21 +253,21 @@ class WriteBehind:
     async def run(self) -> None:
         """Start supervised loops for each tier that anything can be copied to."""
         core = self._core
+        if core.decisions.compressing:
+            core.workers.supervise("compression", self.recoder.run, Lane.BACKGROUND)
         for level in core.levels if len(core.levels) > 1 else ():
             for _ in range(_OVERLAP):
                 core.workers.supervise(
                     "write-behind", partial(self._serve, level.index), Lane.BACKGROUND
                 )
 
-    def _room(self, copy: Copy) -> int:
-        return most_bytes(self._core, copy, self._core.levels[copy.target])
-
     async def _serve(self, target: int) -> None:
         """Make the copies into one tier, for the engine's life."""
         core = self._core
+        room = partial(most_room, core)
         try:
             while True:
-                batch = self._queue.take(target, _BATCH_PARTS, self._batch_bytes, self._room)
+                batch = self._queue.take(target, _BATCH_PARTS, self._batch_bytes, room)
                 if not batch:
                     if self._kicks[target].is_set():
                         self._kicks[target] = Signal()

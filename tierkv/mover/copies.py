@@ -33,8 +33,12 @@ class Copy:
         root: Root of its key chain; None if only its frame tells.
         parent: The part before it, if a prefix needs that and it is known.
         demote: Set if the source copy goes away afterwards.
+        chain: Codec chain that a rule of compression wants there; None: that of the target, or
+            the one that it has.
         promotion: Whether nobody needs it: it may evict only what is colder, and is the first to
             be dropped.
+        ahead: Whether such a copy is made ahead of a use that is expected (a prefetch), not on a
+            hit.
         since: When it was queued.
         made: Whether it is in the target now.
         settled: Whether it was made, or was given up.
@@ -50,6 +54,8 @@ class Copy:
     parent: PartId | None = None
     demote: Demote | None = None
     promotion: bool = False
+    ahead: bool = False
+    chain: str | None = None
     since: float = 0.0
     made: bool = False
     settled: bool = False

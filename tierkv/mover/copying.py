@@ -18,7 +18,7 @@ from tierkv.errors import BackendError, CapacityError, CodecError
 from tierkv.frame import decode_header, page_round
 from tierkv.mover.direct import Direct
 from tierkv.mover.onboard import sound, upload
-from tierkv.mover.reforming import Frame, most_bytes, recodes, reform
+from tierkv.mover.reforming import Frame, most_bytes, rechained, recodes, reform
 from tierkv.mover.staged import stage, stage_nowait
 from tierkv.workers import current_lane
 
@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["copy_batch"]
 
 _HOPELESS = 3  # batches that a tier fails in a row before parts are let go instead of kept for it
-_NO_ROOM = (SkipReason.FULL, SkipReason.TOO_LARGE, SkipReason.TENANT_QUOTA)
+_NO_ROOM = (
+    SkipReason.FULL,
+    SkipReason.TOO_LARGE,
+    SkipReason.TENANT_QUOTA,
+    SkipReason.REFUSED,
+)
 _NO_ROOT = BlockKey(bytes(KEY_BYTES))  # a copy of a part that is known asks nobody for its root
 _LEARN = 32  # headers decoded between two checkpoints
 
@@ -81,9 +86,11 @@ class _Batch:
 
     async def run(self, *, patient: bool) -> int:
         core = self._core
+        self._choose_chains()
         await self._learn()
         self._reservation = self._reserve()
         self._open = {i for i, o in enumerate(self._reservation.outcomes) if o.generation}
+        self._measure()
         hopeless = False
         try:
             frames = [Frame(i, self._copies[i]) for i in sorted(self._open)]
@@ -104,13 +111,35 @@ class _Batch:
         self._leave_source(hopeless=hopeless or self._target.failures >= _HOPELESS)
         return len(self._open)
 
+    def _choose_chains(self) -> None:
+        """Ask the rules of compression, if the target has any, what each copy is to become."""
+        core, source, target = self._core, self._source.index, self._target.index
+        if core.decisions.compresses(target):
+            parts = [copy.part for copy in self._copies]
+            ages = [core.ages.get(part) for part in parts]
+            chains = core.decisions.copy_chains(parts, ages, source, target, core.clock())
+            for copy, chain in zip(self._copies, chains, strict=True):
+                copy.chain = chain
+
+    def _measure(self) -> None:
+        """Look how long frames are now that they stay: some were compressed while they waited."""
+        core, source = self._core, self._source
+        if not core.decisions.compresses(source.index):
+            return
+        for number in self._open:
+            copy = self._copies[number]
+            state = core.decisions.state(copy.part, core.clock())
+            if source.index in state.tiers:
+                nbytes = state.nbytes[state.tiers.index(source.index)]
+                copy.nbytes = min(copy.nbytes, source.backend.longest(nbytes))
+
     async def _learn(self) -> None:
         """Find the space of what is to be encoded anew, as far as its header is at hand.
 
         Of parts on a medium nothing is known before they were read: what they may take is then
         the most that a frame of any known space may.
         """
-        if not recodes(self._source, self._target):
+        if not any(recodes(self._core, copy) for copy in self._copies):
             return
         for number, copy in enumerate(self._copies):
             header = self._header_of(copy) if copy.space is None else None
@@ -145,7 +174,8 @@ class _Batch:
             for copy in self._copies
         ]
         promotion = self._copies[0].promotion
-        reservation = core.reserve(target, items, source=source, demand=not promotion)
+        ahead = self._copies[0].ahead
+        reservation = core.reserve(target, items, source=source, demand=not promotion, ahead=ahead)
         skipped = [o.skip for o in reservation.outcomes if o.skip is not None]
         for reason in set(skipped) if not promotion else ():
             core.observer.skipped(
@@ -158,8 +188,10 @@ class _Batch:
         way = Direct.between(self._core, self._source, self._target, self._turns)
         if way is None or not frames:
             return list(frames)
+        plain = [frame for frame in frames if frame.copy.chain is None]
+        coded = [frame for frame in frames if frame.copy.chain is not None]
         try:
-            return await way.copy(frames)
+            return await way.copy(plain) + coded
         finally:
             self._bad += way.bad
             self._publish(way.arrived)
@@ -174,7 +206,7 @@ class _Batch:
                 frame.where = source.memory.borrow(copy.part, copy.generation)
                 if frame.where is None:
                     continue  # a newer one took its place, and is queued itself
-            elif target.memory is not None and not recodes(source, target):
+            elif target.memory is not None and not recodes(self._core, copy):
                 frame.where = target.memory.allocate(copy.nbytes)
                 if frame.where is None:
                     break  # the memory is in pieces: the tail has no room after all
@@ -182,7 +214,7 @@ class _Batch:
                 frame.landed = True
             frames.append(frame)
         reads = [f for f in frames if f.where is None]
-        outs = frames if source.chain != target.chain else []  # these become something else
+        outs = [f for f in frames if rechained(self._core, f.copy)]  # these become something else
         sizes = [page_round(f.copy.nbytes) for f in reads]
         sizes += [most_bytes(self._core, f.copy, target) for f in outs]
         if patient:

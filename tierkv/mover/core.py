@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from tierkv.abc import IoResult, IoStatus, StoredPart
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Observer
     from tierkv.blocks import PartId
     from tierkv.buffers import Staging
+    from tierkv.decisions.coding_rules import Age
     from tierkv.decisions.core import Decisions
     from tierkv.decisions.types import Drop, FoundPart, Reservation, StoreItem
     from tierkv.frame import Header
@@ -41,7 +43,11 @@ INLINE_BYTES = 512 * 1024
 """A batch of RAM copies below this runs on the loop: a thread hop would cost more."""
 
 SLICE_BYTES = 32 * 1024 * 1024
-"""Most bytes copied in one worker call: what a cancelled caller may have to wait for."""
+"""Most bytes that a cancelled caller may have to wait for: of one worker call, or, where only RAM
+is copied, of what a call does between two looks at whether its caller was cancelled."""
+
+_AGES = 65536
+"""Parts being stored whose age is kept in mind until their session tells the decisions of it."""
 
 _PATIENCE_S = 10.0
 """Seconds without an answer after which a tier is taken to hang, if nothing else is set."""
@@ -67,6 +73,10 @@ def _is_lossless(header: Header) -> bool:
     return all(stored_chain(name).lossless for name in {s.chain for s in header.sections})
 
 
+def _chains(header: Header) -> str:
+    return ",".join(sorted({section.chain for section in header.sections}))
+
+
 def derivation(header: Header) -> str:
     """How KV loaded from this frame differs from exact KV; empty if it does not."""
     if header.fidelity != "exact":
@@ -80,6 +90,8 @@ class Core(Traffic):
     Attributes:
         bytes_copied: Bytes copied into callers' views by loads.
         bytes_gathered: Bytes copied out of callers' views by stores.
+        on_drop: Told (part, tier) of each copy that leaves a tier, if set.
+        ages: What stores under way know of their parts (:meth:`expect`).
     """
 
     def __init__(
@@ -107,11 +119,14 @@ class Core(Traffic):
         self.closing = Signal()
         self.bytes_copied = 0
         self.bytes_gathered = 0
+        self.on_drop: Callable[[PartId, int], object] | None = None
         self.devices = Devices()
         self.spaces: dict[bytes, Space] = {}
         self.storing: dict[PartId, Signal] = {}
         self.peaks = [0] * len(self.levels)
-        self._plain = all(level.chain == "raw" and level.candidate is None for level in self.levels)
+        self.ages: OrderedDict[PartId, Age] = OrderedDict()
+        plain = all(level.chain == "raw" and level.candidate is None for level in self.levels)
+        self._plain = plain and not decisions.compressing
         self._pipelines: dict[tuple[bytes, str], Pipeline] = {}
 
     @property
@@ -124,24 +139,36 @@ class Core(Traffic):
 
     def pipeline(self, space: Space, level: Level) -> Pipeline:
         """The codec chain of a tier, bound to a space."""
-        key = (space.fingerprint, level.chain)
+        return self.pipeline_of(space, level.chain)
+
+    def pipeline_of(self, space: Space, chain: str) -> Pipeline:
+        """A codec chain, bound to a space."""
+        key = (space.fingerprint, chain)
         found = self._pipelines.get(key)
         if found is None:
-            found = self._pipelines[key] = Pipeline(space, level.chain)
+            found = self._pipelines[key] = Pipeline(space, chain)
         return found
+
+    def expect(self, part: PartId, age: Age) -> None:
+        """Keep in mind how old a part is that is about to be stored, for copies made of it."""
+        self.ages[part] = age
+        if len(self.ages) > _AGES:
+            self.ages.popitem(last=False)
 
     def chain_of(self, level: Level, part: PartId, generation: int) -> str | None:
         """Codec chain of a copy in a memory tier, as its own frame says; None if not there."""
+        if level.resident is not None and not self._plain:
+            found = level.resident.borrow(part, generation)
+            return None if found is None else _chains(found.header)
         buffer = level.memory.borrow(part, generation) if level.memory is not None else None
         if buffer is None:
             return None
         if self._plain:
             return "raw"
         try:
-            header = decode_header(buffer.memory)
+            return _chains(decode_header(buffer.memory))
         except IntegrityError:
             return None
-        return ",".join(sorted({section.chain for section in header.sections}))
 
     # ------------------------------------------------------------------ freeing
 
@@ -154,6 +181,8 @@ class Core(Traffic):
         for drop in drops:
             level = self.levels[drop.tier]
             self.observer.evicted(tier=level.name, reason=drop.reason.value, nbytes=drop.nbytes)
+            if self.on_drop is not None:
+                self.on_drop(drop.part, drop.tier)
             if level.memory is not None:
                 level.memory.discard(drop.part, drop.generation)
             elif level.resident is not None:
@@ -171,6 +200,7 @@ class Core(Traffic):
         session_bytes: int = 0,
         demand: bool = True,
         source: Level | None = None,
+        ahead: bool = False,
     ) -> Reservation:
         """Reserve room in a tier and free what had to go for it."""
         reservation = self.decisions.reserve(
@@ -182,6 +212,7 @@ class Core(Traffic):
             session_bytes=session_bytes,
             demand=demand,
             source=source.index if source is not None else None,
+            ahead=ahead,
         )
         self.free(reservation.drops)
         return reservation

@@ -16,8 +16,8 @@ from tierkv.decisions.types import MissReason
 from tierkv.errors import LoadIncomplete
 from tierkv.mover.core import SLICE_BYTES
 from tierkv.mover.inplace import InPlace, Place, fits
-from tierkv.mover.landing import Step, stop
 from tierkv.mover.scattering import arrived_on
+from tierkv.mover.steps import Step, steps, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,18 +39,6 @@ _BLOCKS = 128  # most blocks of a window: what is set up for it must not hold up
 _HEADERS_BYTES = _BLOCKS * 8192  # what headers may add to a slice: 32 frames of 1 MiB go together
 
 
-def _steps(plans: Sequence[LoadPlan]) -> Iterator[Step]:
-    for plan in plans:
-        parts = iter(plan.found.parts)
-        ahead = next(parts, None)
-        for block in range(plan.found.blocks):
-            mine = []
-            while ahead is not None and ahead.block == block:
-                mine.append(ahead)
-                ahead = next(parts, None)
-            yield Step(plan, block, mine)
-
-
 def _limit(core: Core, plans: Sequence[LoadPlan]) -> int:
     """Bytes of one window; whole loads where no stage has another one to overlap with."""
     levels = core.levels
@@ -68,7 +56,7 @@ def _windows(core: Core, plans: Sequence[LoadPlan]) -> Iterator[list[Step]]:
     limit = _limit(core, plans)
     window: list[Step] = []
     cold = total = 0
-    for step in _steps(plans):
+    for step in steps(plans):
         size = sum(p.nbytes for p in step.parts)
         away = sum(p.nbytes for p in step.parts if core.levels[p.tier].memory is None)
         if window and (

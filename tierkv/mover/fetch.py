@@ -327,7 +327,8 @@ class _Promotion:
             )
             for f in flights
         ]
-        reserved = core.reserve(level, items, demand=False, source=source)
+        ahead = not any(f.demand for f in flights)
+        reserved = core.reserve(level, items, demand=False, source=source, ahead=ahead)
         self._reservation = reserved.id
         refused = []
         for index, (flight, outcome) in enumerate(zip(flights, reserved.outcomes, strict=True)):

@@ -10,7 +10,7 @@ from tierkv.mover.slices import sliced
 from tierkv.workers import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable
+    from collections.abc import Collection, Container, Iterable, Sequence
 
     from tierkv.blocks import PartId
     from tierkv.mover.behind import WriteBehind
@@ -35,8 +35,8 @@ class FlushResult:
 async def flush(core: Core, behind: WriteBehind, parts: Collection[PartId]) -> FlushResult:
     """Make these parts durable, as far as there are tiers and room for it.
 
-    A tier that is found to hang is not waited for: what is only there, or was on its way there,
-    counts as missing.
+    Conversions to other codec chains that are due for them are made first. A tier that is found to
+    hang is not waited for: what is only there, or was on its way there, counts as missing.
 
     Returns:
         How many of them are durable now, and how many are not, wherever they are.
@@ -46,6 +46,8 @@ async def flush(core: Core, behind: WriteBehind, parts: Collection[PartId]) -> F
         ClosedError: if the engine is closed meanwhile.
     """
     start = core.clock()
+    if core.decisions.compressing:
+        await _convert(core, behind, list(parts))
     durable = [level for level in core.levels if level.backend.durable]
     if durable:
         copies = await _bring_onwards(core, behind, parts, durable[0].index)
@@ -64,6 +66,22 @@ async def flush(core: Core, behind: WriteBehind, parts: Collection[PartId]) -> F
         safe += _is_in(core, part, tiers)
     core.observer.operation(op="flush", tier="", seconds=core.clock() - start)
     return FlushResult(durable=safe, missing=len(parts) - safe)
+
+
+async def _convert(core: Core, behind: WriteBehind, parts: Sequence[PartId]) -> None:
+    """Have what is due converted where it is, also what is being copied at the moment."""
+    wanted = set(parts)
+    while True:
+        await behind.recoder.settled(parts)
+        now = core.clock()
+        copies = [
+            copy
+            for copy in behind.under_way
+            if copy.part in wanted and core.decisions.due(copy.part, now)
+        ]
+        await behind.settled(copies, unless_hanging=True)
+        if not copies or not all(copy.settled for copy in copies):
+            return
 
 
 def _is_in(core: Core, part: PartId, tiers: Container[int]) -> bool:

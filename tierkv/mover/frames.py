@@ -8,11 +8,19 @@ import numpy as np
 
 from tierkv.abc import WriteItem
 from tierkv.decisions.types import SkipReason
+from tierkv.frame import encode_header
+from tierkv.mover.blockcopies import Blocks
+from tierkv.mover.grids import WORTHWHILE, grid_of
+from tierkv.mover.steps import never
 from tierkv.mover.writing import Writing
+from tierkv.sections import digests
 from tierkv.views import over
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tierkv.abc import Buffer, Device, Move, StoredPart
+    from tierkv.mover.grids import Grid
     from tierkv.mover.holding import Reserved
     from tierkv.pipeline import Encoded
 
@@ -84,11 +92,55 @@ class HostWriting(Writing):
             found += self.pipeline.moves(self.label(index), view, start, out, layer)
         return found
 
-    def fill(self) -> None:
+    def fill(self, stopped: Callable[[], bool] = never) -> None:
         """Gather and encode, or seal what a device gathered."""
+        if not (self._gathered or self._coded):
+            self._fill_together(stopped)
         for index in self.open:
-            encoded = self._fill(index, self._buffers[index].memory)
-            self.sealed(index, encoded.nbytes, lossless=encoded.lossless)
+            if stopped():
+                return
+            if index not in self._sealed:
+                encoded = self._fill(index, self._buffers[index].memory)
+                self.sealed(index, encoded.nbytes, lossless=encoded.lossless)
+
+    def _fill_together(self, stopped: Callable[[], bool]) -> None:
+        """Fill raw frames by address, where the view has a rule for where its blocks are."""
+        import torch
+
+        alike: dict[tuple[int, int], list[int]] = {}
+        for index in self.open:
+            new = self._batch[index]
+            alike.setdefault((new.group, new.tokens), []).append(index)
+        with torch.inference_mode():
+            for (group, tokens), indices in alike.items():
+                table, view = self.pipeline.table(group, tokens), self.plan.view
+                per_token = self.pipeline.space.layout.groups[group].per_token
+                if not per_token or len(indices) * len(table) < WORTHWHILE:
+                    continue
+                starts = [self._batch[index].start for index in indices]
+                grid = grid_of(view, table, tokens, starts, writing=False)
+                if grid is not None:
+                    self._gather(grid, indices, starts, stopped)
+
+    def _gather(
+        self,
+        grid: Grid,
+        indices: Sequence[int],
+        starts: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> None:
+        pipeline, folded = self.pipeline, self._folded
+        frames = [self._buffers[index].memory for index in indices]
+        blocks = Blocks(grid, self.plan.view, starts, frames)
+        for number, (index, frame) in enumerate(zip(indices, frames, strict=True)):
+            if stopped():
+                return
+            found = blocks.gather(number)
+            if folded:
+                found = digests([frame[cut] for cut in grid.cuts], folded=True)
+            header = pipeline.header(self.label(index), found, folded=folded)
+            encode_header(header, frame)
+            self.sealed(index, header.frame_bytes, lossless=True)
 
     def _fill(self, index: int, out: memoryview) -> Encoded:
         label, new, folded = self.label(index), self._batch[index], self._folded

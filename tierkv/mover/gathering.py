@@ -16,12 +16,13 @@ from tierkv.decisions.types import SkipReason
 from tierkv.device import fold_digests, is_over
 from tierkv.errors import BackendError, ClosedError
 from tierkv.frame import encode_header
+from tierkv.mover.steps import never
 from tierkv.mover.submitted import outlast
 from tierkv.mover.writing import Writing
 from tierkv.views import over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -237,8 +238,9 @@ class ResidentWriting(Writing):
         """Memory given back is reused only behind this event."""
         self._last = event
 
-    def fill(self) -> None:
-        """Build the headers."""
+    def fill(self, stopped: Callable[[], bool] = never) -> None:
+        """Build the headers, all of them: it takes no time."""
+        del stopped
         if self._sums is None:
             return  # nothing is open
         digests = iter(fold_digests(self._sums))

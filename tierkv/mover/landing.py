@@ -8,98 +8,45 @@ Nothing is reported before that.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 from tierkv.decisions.types import EvictReason, MissReason
 from tierkv.errors import BackendError, CodecError
+from tierkv.mover.collecting import collect
 from tierkv.mover.core import INLINE_BYTES, derivation, stored_part
+from tierkv.mover.rawparts import (
+    is_right,
+    prepare_all,
+    together_bytes,
+    verify_and_write,
+    write_together,
+)
 from tierkv.mover.scattering import (
     Arrived,
     Order,
     coded_bytes,
     examine,
     open_part,
-    prepare,
     send,
     submit_folds,
-    verify_and_write,
     write,
     wrong_folds,
 )
 from tierkv.mover.staged import decoding_room
+from tierkv.mover.steps import Ready, Step, asks_to_stop, never, on_device, stop
 from tierkv.mover.submitted import outlast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from tierkv.abc import Buffer, StoredPart
-    from tierkv.blocks import PartId
-    from tierkv.decisions.types import FoundPart
+    from tierkv.abc import Buffer
     from tierkv.mover.core import Core
-    from tierkv.mover.fetch import Fetcher, Flight
-    from tierkv.mover.inplace import InPlace, Place
+    from tierkv.mover.fetch import Fetcher
     from tierkv.mover.load import LoadPlan
     from tierkv.mover.submitted import Sent
 
-__all__ = ["Landing", "Step", "stop"]
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """One block of one plan: its parts, and how those that must travel do.
-
-    Attributes:
-        plan: The load it belongs to.
-        block: Number of the block.
-        parts: What the load needs of it.
-        flights: Parts that are read as whole frames.
-        places: Parts that are read straight into the view.
-        held: Parts in the memory of the view's own device.
-        cold: Parts that have to be read.
-        apart: Whether several batches of others read them: then they are read once more.
-    """
-
-    plan: LoadPlan
-    block: int
-    parts: list[FoundPart]
-    flights: dict[PartId, Flight] = field(default_factory=dict)
-    places: dict[PartId, tuple[InPlace, Place]] = field(default_factory=dict)
-    held: dict[PartId, Arrived] = field(default_factory=dict)
-    cold: list[FoundPart] = field(default_factory=list)
-    apart: bool = False
-
-    @property
-    def start(self) -> int:
-        """Token of the view at which the block starts."""
-        return self.block * self.plan.space.block_tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Ready:
-    """A step whose bytes are in reach, and what came of it."""
-
-    step: Step
-    parts: list[Arrived]
-    bad: Arrived | None = None
-    done: bool = False
-    derived: str = ""
-    news: list[tuple[int, StoredPart]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.found.nbytes for part in self.parts if not part.placed)
-
-
-def stop(plan: LoadPlan, reason: MissReason) -> None:
-    """End a load before the block that it is at; the first reason stays."""
-    if plan.progress.reason is None:
-        plan.progress.reason = reason
-
-
-def _on_device(item: _Ready) -> bool:
-    return item.step.plan.target.device is not None
+__all__ = ["Landing"]
 
 
 class Landing:
@@ -108,10 +55,12 @@ class Landing:
     def __init__(self, core: Core, fetcher: Fetcher, window: Sequence[Step]) -> None:
         self._core = core
         self._fetcher = fetcher
-        self._ready: list[_Ready] = []
+        self._ready: list[Ready] = []
         self._rooms: list[Buffer] = []
-        self._coded: list[tuple[LoadPlan, list[_Ready]]] = []
+        self._coded: list[tuple[LoadPlan, list[Ready]]] = []
         self._broken: set[int] = set()  # plans whose device failed
+        self._above = False  # whether a faster tier may want what was verified
+        self._stopped: Callable[[], bool] = never
         self.window = window
         self.sent: list[Sent] = []
 
@@ -125,11 +74,15 @@ class Landing:
             ClosedError: if the engine is closed.
             LayoutError: if a view does not hold the tokens.
 
-        Cancellation: at most one window's copy is waited for; then :meth:`settle`.
+        Cancellation: a thread that copies is waited for until it is done with the blocks that it
+            is at (1 MiB or one; 32 MiB where torch copies with strides); then :meth:`settle`.
         """
         core = self._core
-        self._collect(reached)
-        await self._fold()
+        self._above = any(map(self._fetcher.wanted_above, core.levels))
+        self._ready = collect(core, self.window, reached)
+        if any(map(on_device, self._ready)):
+            await self._fold()
+        self._stopped = asks_to_stop()
         if sum(item.nbytes for item in self._ready) < INLINE_BYTES:
             self._work()
         else:
@@ -155,9 +108,8 @@ class Landing:
         try:
             await self.settle()
         except BackendError:
-            self._broken |= {id(item.step.plan) for item in self._ready if _on_device(item)}
-        for item in self._ready:
-            self._account(item)
+            self._broken |= {id(item.step.plan) for item in self._ready if on_device(item)}
+        self.account()
 
     async def settle(self) -> None:
         """Wait until nothing of this window is written any more; give its memory back.
@@ -173,72 +125,11 @@ class Landing:
             for room in rooms:
                 room.release()
 
-    # ------------------------------------------------------------------ collecting
-
-    def _collect(self, reached: dict[int, int]) -> None:
-        for step in self.window:
-            name = id(step.plan)
-            if step.block != reached.get(name, 0):
-                continue  # never past a gap
-            parts = self._arrived(step)
-            if parts is not None:
-                self._ready.append(_Ready(step, parts))
-                reached[name] = step.block + 1
-
-    def _arrived(self, step: Step) -> list[Arrived] | None:
-        """Bytes of each part of a step; None (and a reason) if one did not arrive."""
-        out: list[Arrived] = []
-        for found in step.parts:
-            part = step.held.get(found.part)
-            if part is None:
-                part = self._placed(step, found) or self._flown(step, found)
-            if part is None:
-                part = self._borrowed(found)
-            if part is None:
-                stop(step.plan, self._why(step, found))
-                return None
-            out.append(part)
-        return out
-
-    @staticmethod
-    def _placed(step: Step, found: FoundPart) -> Arrived | None:
-        _, place = step.places.get(found.part, (None, None))
-        if place is None or place.header is None:
-            return None
-        return Arrived(found, header=place.header, checked=True, placed=True)
-
-    @staticmethod
-    def _flown(step: Step, found: FoundPart) -> Arrived | None:
-        flight = step.flights.get(found.part)
-        if flight is None or not flight.landed.is_set() or flight.frame is None:
-            return None
-        return Arrived(found, flight.frame, header=flight.header, checked=flight.checked)
-
-    def _borrowed(self, found: FoundPart) -> Arrived | None:
-        core = self._core
-        memory = core.levels[found.tier].memory
-        if memory is None:
-            return None
-        buffer = memory.borrow(found.part, found.generation)
-        if buffer is None:
-            core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
-            return None
-        return Arrived(found, buffer.memory, checked=not core.verify_host)
-
-    @staticmethod
-    def _why(step: Step, found: FoundPart) -> MissReason:
-        failure: EvictReason | None = None
-        if found.part in step.places:
-            failure = step.places[found.part][1].failure
-        if found.part in step.flights:
-            failure = step.flights[found.part].failure
-        return MissReason.DAMAGED if failure is EvictReason.DAMAGED else MissReason.FAILED
-
     # ------------------------------------------------------------------ working
 
     async def _fold(self) -> None:
         """Let devices verify what is in their own memory."""
-        pairs: dict[int, list[tuple[Arrived, _Ready]]] = {}
+        pairs: dict[int, list[tuple[Arrived, Ready]]] = {}
         for item in self._ready:
             mine = [(p, item) for p in item.parts if p.resident is not None and not p.checked]
             if mine:
@@ -271,55 +162,94 @@ class Landing:
         A plan stops at its first damaged block.
         """
         self._open()
-        stopped = set(self._broken)
-        away: dict[int, tuple[LoadPlan, list[_Ready]]] = {}
-        for item in self._ready:
-            plan, name = item.step.plan, id(item.step.plan)
-            if name in stopped:
+        away: list[tuple[LoadPlan, list[Ready]]] = []
+        for _, group in groupby(self._ready, key=lambda item: id(item.step.plan)):
+            items = list(group)
+            plan = items[0].step.plan
+            if id(plan) in self._broken:
                 continue
-            if item.bad is not None or not self._examine(item):
-                stopped.add(name)
-            elif plan.target.device is not None:
-                away.setdefault(name, (plan, []))[1].append(item)
-            elif self._write(item):
-                item.done = True
+            if not on_device(items[0]):
+                with plan.view.writing():
+                    self._land(items)
             else:
-                stopped.add(name)
-        for plan, items in away.values():
+                fine = takewhile(lambda item: item.bad is None and self._examine(item), items)
+                away.append((plan, list(fine)))
+            if self._stopped():
+                return
+        for plan, items in away:
             if any(coded_bytes(item.parts) for item in items):
                 self._coded.append((plan, items))
-            else:
+            elif items:
                 self._send(plan, items, None)
+
+    def _land(self, items: Sequence[Ready]) -> None:
+        """Verify and write blocks of one host view, up to the first that is damaged."""
+        checked: list[Ready] = []
+        size = 0
+        plainly = not items[0].step.plan.view.owned_by_engine and not self._above
+        for item in items:
+            if self._stopped():
+                return  # whoever waits for this was cancelled, and has to wait for its end
+            if item.bad is not None:
+                break
+            if not (plainly and is_right(item)) and not self._examine(item):
+                break
+            checked.append(item)
+            size += item.nbytes
+            if size >= together_bytes(item):
+                if not self._write_all(checked):
+                    return
+                checked, size = [], 0
+        self._write_all(checked)
 
     def _open(self) -> None:
         """Open all frames and look all views up, before large copies empty the caches."""
         for _, group in groupby(self._ready, key=lambda item: id(item.step.plan)):
             items = list(group)
-            plan = items[0].step.plan
-            with nullcontext() if _on_device(items[0]) else plan.view.writing():
-                for item in items:
-                    for part in item.parts:
-                        self._open_part(item, part)
+            plan, here = items[0].step.plan, not on_device(items[0])
+            with plan.view.writing() if here else nullcontext():
+                opened = [
+                    (part, item.step.start, item)
+                    for item in items
+                    for part in item.parts
+                    if not part.placed and self._opened(item, part)
+                ]
+                if here:
+                    prepare_all(opened, plan.view)
 
-    def _open_part(self, item: _Ready, part: Arrived) -> None:
-        plan = item.step.plan
-        if part.placed:
-            return
+    @staticmethod
+    def _opened(item: Ready, part: Arrived) -> bool:
         try:
-            open_part(part, plan.space, plan.root)
-            if not _on_device(item):
-                prepare(part, plan.view, item.step.start)
+            open_part(part, item.step.plan.space, item.step.plan.root)
         except CodecError:
             item.bad = item.bad or part
+            return False
+        return True
 
-    def _examine(self, item: _Ready) -> bool:
+    def _write_all(self, items: Sequence[Ready]) -> bool:
+        """Write verified blocks in order, up to one that cannot be decoded; whether all are."""
+        raw: list[Arrived] = []
+        for item in items:
+            if all(part.blocks is not None for part in item.parts):
+                raw += [part for part in item.parts if not part.written]
+                item.done = True
+                continue
+            write_together(raw)
+            raw = []
+            item.done = self._write(item)
+            if not item.done:
+                return False
+        write_together(raw)
+        return True
+
+    def _examine(self, item: Ready) -> bool:
         plan, step = item.step.plan, item.step
         here = plan.target.device is None and plan.view.owned_by_engine
         for part in item.parts:
             flight = step.flights.get(part.found.part)
             fresh = part.resident is None and (flight is None or not flight.checked)
             try:
-                if not part.placed and not (here and verify_and_write(part, plan.view)):
+                if not part.placed and not (here and verify_and_write(part)):
                     examine(part, plan.space, plan.root)
             except CodecError:
                 item.bad = part
@@ -327,14 +257,15 @@ class Landing:
             assert part.header is not None
             if flight is not None:
                 flight.header, flight.checked = part.header, True
-            if fresh and self._fetcher.wanted_above(self._core.levels[part.found.tier]):
+            level = self._core.levels[part.found.tier]
+            if fresh and self._above and self._fetcher.wanted_above(level):
                 item.news.append((part.found.tier, stored_part(part.header)))
-            if part.copies is None or part.header.fidelity != "exact":  # raw frames lose nothing
+            if not part.raw or part.header.fidelity != "exact":  # raw frames lose nothing
                 item.derived = item.derived or derivation(part.header)
         return True
 
     @staticmethod
-    def _write(item: _Ready) -> bool:
+    def _write(item: Ready) -> bool:
         for part in item.parts:
             try:
                 write(Order([part], item.step.start), item.step.plan.view)
@@ -343,7 +274,7 @@ class Landing:
                 return False
         return True
 
-    def _send(self, plan: LoadPlan, items: Sequence[_Ready], room: memoryview | None) -> None:
+    def _send(self, plan: LoadPlan, items: Sequence[Ready], room: memoryview | None) -> None:
         orders = [Order(item.parts, item.step.start) for item in items]
         try:
             bad = send(plan.target, orders, None, room, self.sent)
@@ -376,20 +307,23 @@ class Landing:
         self._core.damaged(found.part, found.tier, found.generation, "checksum")
         stop(step.plan, MissReason.DAMAGED)
 
-    def _account(self, item: _Ready) -> None:
-        core, plan, step = self._core, item.step.plan, item.step
-        progress = plan.progress
-        if id(plan) in self._broken:
-            stop(plan, MissReason.FAILED)
-            return
-        if not item.done or step.block != progress.blocks:
-            return
-        progress.blocks = step.block + 1
-        progress.derived = progress.derived or item.derived
-        core.bytes_copied += item.nbytes
-        for tier, stored in item.news:
-            self._fetcher.offer(core.levels[tier], [stored], plan.space)
-        if step.parts:
-            name = core.levels[max(found.tier for found in step.parts)].name
-            tokens = plan.tokens_of(step.block)
-            progress.by_tier[name] = progress.by_tier.get(name, 0) + tokens
+    def account(self) -> None:
+        """Report what is in place: nothing writes any more."""
+        core = self._core
+        for item in self._ready:
+            plan, step = item.step.plan, item.step
+            progress = plan.progress
+            if self._broken and id(plan) in self._broken:
+                stop(plan, MissReason.FAILED)
+                continue
+            if not item.done or step.block != progress.blocks:
+                continue
+            progress.blocks = step.block + 1
+            progress.derived = progress.derived or item.derived
+            core.bytes_copied += item.nbytes
+            for tier, stored in item.news:
+                self._fetcher.offer(core.levels[tier], [stored], plan.space)
+            if step.parts:
+                name = core.levels[max([found.tier for found in step.parts])].name
+                tokens = plan.tokens_of(step.block)
+                progress.by_tier[name] = progress.by_tier.get(name, 0) + tokens

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING
 from tierkv.blocks import part_id
 from tierkv.decisions.types import MissReason
 from tierkv.errors import BackendError, ClosedError
+from tierkv.mover.core import SLICE_BYTES
 from tierkv.mover.departing import Departures, leave
 from tierkv.mover.fetch import Wanted
 from tierkv.mover.inplace import Place
-from tierkv.mover.landing import Landing, stop
+from tierkv.mover.landing import Landing
 from tierkv.mover.scattering import Target, target_of
+from tierkv.mover.steps import Step, steps, stop
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tierkv.abc import View
     from tierkv.blocks import BlockKey
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
     from tierkv.mover.levels import Level
 
 __all__ = ["LoadPlan", "Progress", "load"]
+
+_NEAR_BYTES = 256 * 1024 * 1024
+_NEAR_BLOCKS = 128
+"""Most blocks that one hop to a thread copies out of RAM: what is set up for it must not hold up
+the loop. How many bytes they have matters little: a caller that is cancelled waits for one. Only a
+deadline is looked at between hops: with one, a hop copies no more than a slice."""
 
 
 @dataclass(slots=True)
@@ -135,11 +143,58 @@ async def load(
     with ExitStack() as stack:
         for plan in plans:
             stack.enter_context(plan.lease)
-        run = _Run(core, fetcher, plans, deadline)
-        try:
-            await run.go()
-        finally:
-            await run.close()
+        if _is_near(core, plans):
+            await _load_near(core, fetcher, plans, deadline)
+        else:
+            run = _Run(core, fetcher, plans, deadline)
+            try:
+                await run.go()
+            finally:
+                await run.close()
+        for plan in plans:
+            if plan.progress.blocks < plan.found.blocks:  # a reason that is there stays
+                stop(plan, MissReason.FAILED if deadline is None else MissReason.DEADLINE)
+
+
+def _is_near(core: Core, plans: Sequence[LoadPlan]) -> bool:
+    """Whether nothing has to travel: all of it goes from memory to memory that hosts can read."""
+    ram = {level.index for level in core.levels if level.memory is not None}
+    return all(
+        plan.target.device is None and ram.issuperset([part.tier for part in plan.found.parts])
+        for plan in plans
+    )
+
+
+def _near_windows(plans: Sequence[LoadPlan], limit: int) -> Iterator[list[Step]]:
+    """Cut it into what one thread does in one go."""
+    window: list[Step] = []
+    size = 0
+    for step in steps(plans, near=True):
+        nbytes = sum([part.nbytes for part in step.parts])
+        if window and (size + nbytes > limit or len(window) == _NEAR_BLOCKS):
+            yield window
+            window, size = [], 0
+        window.append(step)
+        size += nbytes
+    if window:
+        yield window
+
+
+async def _load_near(
+    core: Core, fetcher: Fetcher, plans: Sequence[LoadPlan], deadline: float | None
+) -> None:
+    """Load what is in RAM already: verify and copy, window by window."""
+    reached: dict[int, int] = {}
+    limit = _NEAR_BYTES if deadline is None else SLICE_BYTES
+    for window in _near_windows(plans, limit):
+        landing = Landing(core, fetcher, window)
+        await landing.begin(reached)
+        landing.account()
+        if all(plan.progress.reason is not None for plan in plans):
+            break
+        if deadline is not None and core.clock() >= deadline:
+            break
+        await asyncio.sleep(0)  # a load that never has to wait must not hold up the others
 
 
 class _Run:
@@ -180,9 +235,6 @@ class _Run:
             await asyncio.sleep(0)  # a load that never has to wait must not hold up the others
         while self._landings:
             await self._finish()
-        for plan in self._plans:
-            if plan.progress.blocks < plan.found.blocks:  # a reason that is there stays
-                stop(plan, MissReason.FAILED if deadline is None else MissReason.DEADLINE)
 
     async def _finish(self) -> None:
         await self._landings[0].finish()

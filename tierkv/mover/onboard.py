@@ -20,7 +20,7 @@ from tierkv.mover.submitted import absorbed, outlast
 from tierkv.views import over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -65,9 +65,18 @@ async def sound(
 
 
 async def upload(
-    core: Core, resident: ResidentBackend, frames: Sequence[tuple[Header, Buffer]]
+    core: Core,
+    resident: ResidentBackend,
+    frames: Sequence[tuple[Header, Buffer]],
+    may: Callable[[int], bool] | None = None,
 ) -> list[IoResult]:
     """Put verified frames from host memory into a device tier, sealed by the device itself.
+
+    Args:
+        core: What movements need.
+        resident: The tier.
+        frames: The frames.
+        may: Asked, right before a frame is published, with its number: False leaves it out.
 
     Returns:
         One result a frame, as :meth:`tierkv.abc.Backend.write`; the frames are published then.
@@ -83,7 +92,7 @@ async def upload(
         going[number] = _Going(number, header, source, room)
     try:
         if going:
-            await _fill(core, resident, list(going.values()), going, results)
+            await _fill(core, resident, list(going.values()), going, results, may)
     finally:
         for item in going.values():  # what was not published
             item.room.release()
@@ -96,6 +105,7 @@ async def _fill(
     items: Sequence[_Going],
     left: dict[int, _Going],
     results: list[IoResult],
+    may: Callable[[int], bool] | None,
 ) -> None:
     device = resident.device
     async with absorbed(core, device, device.loads):
@@ -103,11 +113,12 @@ async def _fill(
         await outlast(core, [(device, device.loads.record())])
         sealed = await core.workers.run(_seal, device, items, numbers)
     for item, header in zip(items, sealed, strict=True):
-        if resident.adopt(stored_part(header), header, item.room):
+        wanted = may is None or may(item.number)
+        if wanted and resident.adopt(stored_part(header), header, item.room):
             results[item.number] = OK
             del left[item.number]
         else:
-            results[item.number] = _MISSING  # a newer one is there
+            results[item.number] = _MISSING  # a newer one is there, or it is not wanted any more
 
 
 def _send(device: Device, items: Sequence[_Going]) -> torch.Tensor:

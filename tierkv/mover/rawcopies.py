@@ -16,7 +16,7 @@ import numpy as np
 from tierkv.chains import RAW
 from tierkv.errors import IntegrityError, LayoutError
 from tierkv.layout import DTYPE_BYTES
-from tierkv.sections import bits_over, find_pieces
+from tierkv.sections import INTEGERS, bits_over, find_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Pair", "all_raw", "copy_pairs", "raw_pairs"]
 
-_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _REMEMBERED = 64
 
 Pair = tuple["torch.Tensor", "torch.Tensor | None", int, int]
@@ -83,7 +82,7 @@ def _torch_dtypes(name: str) -> tuple[torch.dtype, torch.dtype]:
     """A dtype by its name, and the integer of the same size: its bits."""
     import torch
 
-    return getattr(torch, name), getattr(torch, _INTEGERS[DTYPE_BYTES[name]])
+    return getattr(torch, name), getattr(torch, INTEGERS[DTYPE_BYTES[name]])
 
 
 @lru_cache(maxsize=256)

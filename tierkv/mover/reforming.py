@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from tierkv.mover.core import Core
     from tierkv.mover.levels import Level
 
-__all__ = ["Frame", "check_frame", "most_bytes", "recodes", "reform"]
+__all__ = [
+    "Frame",
+    "check_frame",
+    "most_bytes",
+    "most_room",
+    "rechained",
+    "recodes",
+    "reform",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,19 +54,41 @@ class Frame:
     stored: StoredPart = field(init=False)
 
 
-def recodes(source: Level, target: Level) -> bool:
-    """Whether frames may have to be encoded anew on this way.
+def recodes(core: Core, copy: Copy) -> bool:
+    """Whether a frame may have to be encoded anew on its way.
 
     Frames in a device tier have that tier's own chain, so that the device can read them itself; in
-    any other tier a frame may keep the chain that it came with.
+    any other tier a frame may keep the chain that it came with, unless a rule of compression wants
+    another one.
     """
-    return source.chain != target.chain or target.resident is not None
+    return rechained(core, copy) or core.levels[copy.target].resident is not None
+
+
+def rechained(core: Core, copy: Copy) -> bool:
+    """Whether a frame gets another codec chain on its way, as far as is known beforehand."""
+    return copy.chain is not None or (
+        core.levels[copy.source].chain != core.levels[copy.target].chain
+    )
 
 
 def most_bytes(core: Core, copy: Copy, target: Level) -> int:
     """Most bytes that the copy may take in the target."""
-    if not recodes(core.levels[copy.source], target):
-        return copy.nbytes
+    return _longest(core, copy, target) if recodes(core, copy) else copy.nbytes
+
+
+def most_room(core: Core, copy: Copy) -> int:
+    """Most memory that a copy may need on its way, as far as is known while it waits.
+
+    Where the target has rules of compression, they choose its chain only when its turn has come.
+    """
+    target = core.levels[copy.target]
+    if recodes(core, copy) or core.decisions.compresses(target.index):
+        return _longest(core, copy, target)
+    return copy.nbytes
+
+
+def _longest(core: Core, copy: Copy, target: Level) -> int:
+    """Longest frame of this part in any chain: one of raw sections."""
     group = split_part(copy.part)[1]
     spaces = core.spaces.values() if copy.space is None else (copy.space,)
     bounds = [
@@ -86,8 +116,10 @@ def reform(core: Core, frame: Frame, target: Level) -> tuple[Header, Buffer]:
     if not frame.checked:
         verify(header, buffer.memory)
     chains = {section.chain for section in header.sections}
-    if frame.out is not None and space is not None and chains != {target.chain}:
-        done = core.pipeline(space, target).transcode(header, buffer.memory, frame.out.memory)
+    chain = frame.copy.chain or target.chain
+    if frame.out is not None and space is not None and chains != {chain}:
+        pipeline, coarser = core.pipeline_of(space, chain), frame.copy.chain is not None
+        done = pipeline.transcode(header, buffer.memory, frame.out.memory, coarser=coarser)
         buffer = frame.out
         header = decode_header(buffer.memory[: done.nbytes])
     # a frame in the memory of its own tier is shared: it keeps the checksums that it has

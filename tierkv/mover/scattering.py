@@ -18,10 +18,10 @@ from tierkv.device import fold_digests
 from tierkv.errors import CodecError, IntegrityError
 from tierkv.fitting import check_identity, check_layout
 from tierkv.frame import padded_bytes
-from tierkv.mover.rawcopies import all_raw, copy_pairs, raw_pairs
+from tierkv.mover.rawcopies import copy_pairs, raw_pairs
 from tierkv.mover.submitted import submitting
 from tierkv.pipeline import deliver, open_frame, verify
-from tierkv.sections import bits_over, decode_section, digests, find_pieces, stored_bytes
+from tierkv.sections import bits_over, decode_section, find_pieces, stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import FoundPart
     from tierkv.frame import Header, Section
     from tierkv.layout import Space
+    from tierkv.mover.blockcopies import Blocks
     from tierkv.mover.levels import Level
     from tierkv.mover.rawcopies import Pair
     from tierkv.mover.submitted import Sent
@@ -45,11 +46,9 @@ __all__ = [
     "coded_bytes",
     "examine",
     "open_part",
-    "prepare",
     "send",
     "submit_folds",
     "target_of",
-    "verify_and_write",
     "write",
     "wrong_folds",
 ]
@@ -89,7 +88,9 @@ class Arrived:
         checked: Whether the bytes need no checksum any more.
         placed: Whether the medium itself put the bytes into the view.
         written: Whether they were written into the view together with their verification.
-        copies: What :func:`prepare` found out.
+        copies: The copies to make, once they are known; see :mod:`tierkv.mover.rawparts`.
+        blocks: Or this part among others like it, once that is known.
+        number: Its number among those.
     """
 
     found: FoundPart
@@ -101,6 +102,13 @@ class Arrived:
     placed: bool = False
     written: bool = False
     copies: list[list[Pair]] | None = None
+    blocks: Blocks | None = None
+    number: int = 0
+
+    @property
+    def raw(self) -> bool:
+        """Whether all that remains is to copy bytes."""
+        return self.blocks is not None or self.copies is not None
 
 
 class Order(NamedTuple):
@@ -152,9 +160,13 @@ def examine(
     Raises:
         CodecError: if it is damaged, or not the part that was asked for.
     """
-    header = open_part(part, space, root)
+    header = part.header or open_part(part, space, root)
     if not part.checked and part.resident is None:
-        verify(header, part.memory, layers, part.base)
+        if layers is None and part.blocks is not None and not header.folded:
+            if not part.blocks.right(part.number, header.digests):
+                raise IntegrityError("a section is damaged; treat the part as missing")
+        else:
+            verify(header, part.memory, layers, part.base)
         if layers is None:
             part.checked = True
     return header
@@ -166,10 +178,12 @@ def open_part(part: Arrived, space: Space, root: BlockKey) -> Header:
     Raises:
         CodecError: if it is damaged, or not of the part that was asked for.
     """
-    found = part.found
-    if part.header is None:
-        part.header = open_frame(part.memory, space, found.part, found.generation, root)
-    return part.header
+    header = part.header
+    if header is None:
+        found = part.found
+        header = open_frame(part.memory, space, found.part, found.generation, root)
+        part.header = header
+    return header
 
 
 def _sections(header: Header, layers: Container[int] | None) -> Sequence[Section]:
@@ -218,22 +232,6 @@ def wrong_folds(
 # --------------------------------------------------------------------------- writing
 
 
-def prepare(part: Arrived, view: View, start: int) -> None:
-    """Find out what has to be copied for an opened part that is stored raw. For a worker.
-
-    It takes as long as many small copies do, and longer when a large one has just emptied the
-    caches: do it for all blocks of a window first, inside ``view.writing()``.
-
-    Raises:
-        IntegrityError: if a section is not inside the frame.
-        LayoutError: if the view does not fit.
-    """
-    header = part.header
-    assert header is not None
-    if not part.placed and all_raw(header):
-        part.copies = raw_pairs(header, header.sections, part.memory, part.base, view, start)
-
-
 def write(order: Order, view: View, layers: Container[int] | None = None) -> None:
     """Write verified parts into a view in host memory. For a worker.
 
@@ -256,34 +254,6 @@ def write(order: Order, view: View, layers: Container[int] | None = None) -> Non
                 copies = raw_pairs(header, sections, part.memory, part.base, view, start)
             for pairs in copies:
                 copy_pairs(pairs)
-
-
-def verify_and_write(part: Arrived, view: View) -> bool:
-    """Verify and copy section by section, each copied while it is in the cache. For a worker.
-
-    Only for a view that the engine owns: damage is found when the sections before it are written.
-    False without :attr:`Arrived.copies`, or if it was verified already: nothing is done then.
-
-    Raises:
-        IntegrityError: if a section is damaged.
-    """
-    header, copies = part.header, part.copies
-    if header is None or part.checked or copies is None:
-        return False
-    sections = [
-        (section, digest)
-        for section, digest in zip(header.sections, header.digests, strict=True)
-        if section.nbytes
-    ]
-    memory, base = part.memory, part.base
-    with view.writing():
-        for (section, digest), pairs in zip(sections, copies, strict=True):
-            stored = memory[section.offset - base : section.end - base]
-            if digests([stored], header.folded) != [digest]:
-                raise IntegrityError(f"layer {section.layer}, {section.tensor!r} is damaged")
-            copy_pairs(pairs)
-    part.checked = part.written = True
-    return True
 
 
 def coded_bytes(parts: Sequence[Arrived], layers: Container[int] | None = None) -> int:

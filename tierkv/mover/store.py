@@ -22,11 +22,12 @@ from tierkv.mover.frames import HostWriting
 from tierkv.mover.gathering import arrived, settled, submit, submit_last
 from tierkv.mover.plans import PartOutcome
 from tierkv.mover.reserving import allocate, reserve
+from tierkv.mover.steps import asks_to_stop, never
 from tierkv.mover.writing import write_and_publish
 from tierkv.workers import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
@@ -46,6 +47,7 @@ _TRY_SLOWER = (
     SkipReason.TOO_LARGE,
     SkipReason.TENANT_QUOTA,
     SkipReason.FAILED,
+    SkipReason.REFUSED,
     SkipReason.NO_PARENT,
     SkipReason.BACKPRESSURE,
 )
@@ -306,17 +308,24 @@ async def _build(core: Core, works: Sequence[Writing], gathers: list[Gather]) ->
         core: What movements need.
         works: Whose frames.
         gathers: Gets the copies that have to follow.
+
+    Cancellation: a thread is waited for until it is done with the block that it is at.
     """
     if _bytes(works) < INLINE_BYTES:
-        _fill(works, gathers)
-    else:
-        await core.workers.run(_fill, works, gathers)
+        _fill(works, gathers, never)
+        return
+    stopped = asks_to_stop()
+    await core.workers.run(_fill, works, gathers, stopped)
+    if stopped():  # not everything is built, and whoever cancelled us is about to be told
+        await asyncio.sleep(0)
+        raise asyncio.CancelledError
 
 
-def _fill(works: Sequence[Writing], gathers: list[Gather]) -> None:
+def _fill(works: Sequence[Writing], gathers: list[Gather], stopped: Callable[[], bool]) -> None:
     for work in works:
-        work.fill()
-    submit_last(works, gathers)
+        work.fill(stopped)
+    if not stopped():
+        submit_last(works, gathers)
 
 
 def _bytes(works: Sequence[Writing]) -> int:

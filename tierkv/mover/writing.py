@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tierkv.abc import StoredPart
 from tierkv.decisions.types import SkipReason
 from tierkv.mover.holding import Holding
+from tierkv.mover.steps import never
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,8 +68,12 @@ class Writing(Holding):
         del device
 
     @abstractmethod
-    def fill(self) -> None:
-        """Build the frames: in a worker thread, or here; after the copies, where there are any."""
+    def fill(self, stopped: Callable[[], bool] = never) -> None:
+        """Build the frames: in a worker thread, or here; after the copies, where there are any.
+
+        Args:
+            stopped: Asked between frames; once it is true, the rest is left: nobody waits for it.
+        """
 
     def last_moves(self) -> list[Move]:
         """What a device has to copy once the frames are built."""

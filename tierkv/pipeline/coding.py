@@ -12,17 +12,14 @@ from tierkv.errors import CodecError
 from tierkv.frame import Header, Section, encode_header, padded_bytes
 from tierkv.pipeline.planning import Encoded, PartLabel, Plan, Step, Stored, make_plan
 from tierkv.pipeline.raw import check_room, fill_section, section_memory
+from tierkv.pipeline.storing import squeeze, store_coarser, store_section
 from tierkv.sections import (
     DECODED,
-    GATHERED,
-    PACKED,
     Pieces,
-    bits_over,
     copy_bytes,
     decode_section,
     digests,
     find_pieces,
-    gather,
     scratch,
     stored_bytes,
     unsqueeze,
@@ -99,7 +96,7 @@ class Pipeline:
             return find_pieces(view, step[:4], start, label.tokens, plan.per_token)
 
         def store(index: int, room: memoryview) -> Stored:
-            return self._store(plan.steps[index], pieces(plan.steps[index]), room)
+            return store_section(plan.steps[index], pieces(plan.steps[index]), room)
 
         with torch.inference_mode():
             if self.chain != RAW:
@@ -153,6 +150,10 @@ class Pipeline:
         found = [(plan.offsets[n], plan.steps[n].raw_bytes) for n in plan.numbers(layer)]
         return [(at, at + size, at + padded_bytes(size)) for at, size in found]
 
+    def table(self, group: int, tokens: int) -> tuple[Section, ...]:
+        """The section table of a raw frame."""
+        return self._plan(group, tokens).raw
+
     def header(self, label: PartLabel, found: Sequence[bytes], *, folded: bool) -> Header:
         """Header of a raw frame whose sections have these checksums."""
         plan = self._plan(split_part(label.part)[1], label.tokens)
@@ -181,7 +182,7 @@ class Pipeline:
         def store(index: int, room: memoryview) -> Stored:
             step, at = plan.steps[index], plan.offsets[index]
             whole = over(raw[at : at + step.raw_bytes], step.dtype, step.shape)
-            return self._store(step, [(0, whole)], room)
+            return store_section(step, [(0, whole)], room)
 
         with torch.inference_mode():
             return self._write(label, plan, store, out, folded=folded)
@@ -200,11 +201,14 @@ class Pipeline:
         )
         return Encoded(plan.max_bytes, plan.raw_bytes, True, 0)
 
-    def transcode(self, header: Header, frame: memoryview, out: memoryview) -> Encoded:
+    def transcode(
+        self, header: Header, frame: memoryview, out: memoryview, *, coarser: bool = False
+    ) -> Encoded:
         """Encode a verified frame again with this pipeline's chain; identity and label stay.
 
         A section that went through a lossy codec keeps that encoding and only changes its bytes
-        codec: decoding it would neither restore it nor let it pass for lossless.
+        codec: decoding it would neither restore it nor let it pass for lossless. Where ``coarser``
+        is said, another lossy codec is put on top of it if that makes the section shorter.
 
         Raises:
             CodecError: if a section cannot be decoded.
@@ -220,17 +224,21 @@ class Pipeline:
             data = stored_bytes(section, frame, 0)
             mine = "" if step.packed_bytes is None else step.chain.packing
             packing = mine if chain.lossless else chain.packing
+            if coarser and not (chain.lossless or step.chain.lossless or mine == packing):
+                shorter = store_coarser(step, section, data, room)
+                if shorter is not None:
+                    return shorter
             if section.chain == chain_name(packing, step.chain.squeezer):
                 copy_bytes(room[: len(data)], data)
                 return Stored(section.chain, len(data), chain.lossless)
             if not chain.lossless:
-                kept = self._squeeze(step, packing, unsqueeze(chain, section, data), room, False)
+                kept = squeeze(step, packing, unsqueeze(chain, section, data), room, False)
                 if kept is None:
                     raise CodecError(f"a {section.chain!r} section outgrows its own tensor")
                 return kept
             if section.chain != RAW:
                 data = decode_section(section, data, scratch.take(DECODED, step.raw_bytes))
-            return self._store(step, [(0, over(data, step.dtype, step.shape))], room)
+            return store_section(step, [(0, over(data, step.dtype, step.shape))], room)
 
         with torch.inference_mode():
             return self._write(header, plan, store, out)
@@ -287,53 +295,3 @@ class Pipeline:
             per_token=plan.per_token,
             folded=folded,
         )
-
-    def _store(self, step: Step, pieces: Pieces, room: memoryview) -> Stored:
-        """Encode one section into ``room``, which is as long as its tensor."""
-        refused = False
-        if step.packed_bytes is not None:
-            try:
-                stored = self._pack(step, step.packed_bytes, pieces, room)
-            except CodecError:
-                stored, refused = None, True
-            if stored is not None and stored.nbytes < step.raw_bytes:
-                return stored
-        if step.chain.squeezer is not None:
-            memory = scratch.take(GATHERED, step.raw_bytes)
-            gather(pieces, bits_over(memory, step.dtype, step.shape))
-            stored = self._squeeze(step, "", memory, room, True)
-            if stored is not None:
-                return stored._replace(refused=refused)
-        gather(pieces, bits_over(room, step.dtype, step.shape))
-        return Stored(RAW, step.raw_bytes, True, refused)
-
-    def _pack(self, step: Step, size: int, pieces: Pieces, room: memoryview) -> Stored | None:
-        whole = pieces[0][1]
-        if len(pieces) > 1 or whole.device.type != "cpu":
-            memory = scratch.take(GATHERED, step.raw_bytes)
-            gather(pieces, bits_over(memory, step.dtype, step.shape))
-            whole = over(memory, step.dtype, step.shape)
-        if step.chain.squeezer is None:
-            step.chain.pack(whole, step.tensor, room[:size])
-            return Stored(step.chain.packing, size, step.chain.lossless)
-        packed = scratch.take(PACKED, size)
-        step.chain.pack(whole, step.tensor, packed)
-        return self._squeeze(step, step.chain.packing, packed, room, step.chain.lossless)
-
-    def _squeeze(
-        self, step: Step, packing: str, data: memoryview, room: memoryview, lossless: bool
-    ) -> Stored | None:
-        """Put packed bytes into ``room``, compressed where that makes them shorter.
-
-        None if they fit neither way.
-        """
-        squeezer = step.chain.squeezer
-        limit = min(len(data), len(room)) - 1
-        if squeezer is not None and limit > 0:
-            nbytes = squeezer.encode(data, room[:limit])
-            if nbytes is not None:
-                return Stored(chain_name(packing, squeezer), nbytes, lossless)
-        if len(data) > len(room):
-            return None
-        copy_bytes(room[: len(data)], data)
-        return Stored(chain_name(packing, None), len(data), lossless)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tierkv.pipeline.planning import Plan, Step
     from tierkv.sections import Pieces
 
-__all__ = ["check_room", "fill_section", "section_memory"]
+__all__ = ["TILE", "check_room", "fill_section", "section_memory"]
 
-_TILE = 256 * 1024
+TILE = 256 * 1024
 """Bytes copied and then summed at once: the checksum reads what is in the L2 cache still. On a core
 with 1 MiB of L2, 256 and 512 KiB were alike (a 32 MiB frame took 0.68 of memcpy's speed in one
 piece, 0.92 in tiles), smaller tiles paid more for their calls."""
@@ -53,11 +53,11 @@ def fill_section(
         gather(pieces, bits_over(room[:size], step.dtype, step.shape))
         return b"" if folded else checksum(room)
     source = whole.data_ptr()
-    if folded or size <= _TILE:
+    if folded or size <= TILE:
         ctypes.memmove(address, source, size)  # without the GIL, and a call costs less than numpy's
         return b"" if folded else checksum(room)
     state = xxhash.xxh3_128()
-    for low in range(0, len(room), _TILE):
-        ctypes.memmove(address + low, source + low, min(_TILE, size - low))
-        state.update(room[low : low + _TILE])
+    for low in range(0, len(room), TILE):
+        ctypes.memmove(address + low, source + low, min(TILE, size - low))
+        state.update(room[low : low + TILE])
     return state.digest()

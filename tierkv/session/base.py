@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from tierkv.errors import ClosedError, ConfigError, SessionBusyError
+from tierkv.session.scoring import scored_parts
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
@@ -161,6 +162,54 @@ class Handle:
                 )
         core = self.runtime.core
         core.decisions.computed(self.space.fingerprint, tokens, float(seconds), core.clock())
+
+    def hint(self, *, next_in: float | str | None = None, stop_reason: str | None = None) -> None:
+        """Tell what is known of the session's next turn; call it when a turn has ended.
+
+        The engine learns how long sessions really stay away after each stop reason, keeps what
+        is needed again soon for longer than what is not, and may fetch early. Hints that turn out
+        to tell nothing are ignored. On the loop, some 2 us a block for at most 256 blocks.
+
+        Args:
+            next_in: Seconds (or text such as ``"2m"``) until the next turn, as far as expected.
+            stop_reason: Why this turn ended: ``"tool_use"``, ``"end_turn"``, or any short text
+                that callers tell apart.
+
+        Raises:
+            ConfigError: if neither is given, or one of them makes no sense.
+            ClosedError: if the handle is not open, or the engine is closed.
+        """
+        self.check_open()
+        seconds = None if next_in is None else parse_duration(next_in)
+        core, state = self.runtime.core, self.state
+        groups = len(state.space.layout.groups)
+        core.decisions.hint(
+            tuple(state.chain.keys), groups, core.clock(), stop_reason=stop_reason, next_in=seconds
+        )
+        self.runtime.prefetcher.hinted(state, stop_reason=stop_reason, next_in=seconds)
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.hinted(state, core.clock(), stop_reason, seconds)
+
+    def score(self, value: float | Sequence[float], start: int = 0) -> None:
+        """Tell how important parts of the session's history are, from 0 (may go first) to 1.
+
+        Policy ``importance`` evicts by it, and codec rules may go by it. It is told of blocks:
+        what was said last of a block counts, for every session that shares it, while the block is
+        stored anywhere. Blocks that are not stored are passed over. On the loop, some 1 us a block.
+
+        Args:
+            value: One number for all tokens from ``start``; or one each, e.g. attention mass: a
+                block is then as important as the most important of its tokens given here.
+            start: First token that is meant.
+
+        Raises:
+            ConfigError: if a value is outside 0 to 1, or ``start`` is not inside the history.
+            ClosedError: if the handle is not open, or the engine is closed.
+        """
+        self.check_open()
+        core, state = self.runtime.core, self.state
+        parts, values = scored_parts(state, value, start)
+        core.decisions.score(parts, values, core.clock())
 
     def check_open(self) -> None:
         """Refuse to work on a handle that is not open.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.blocks import part_id, split_part
+from tierkv.chains import RAW
 from tierkv.decisions.cost import profile
 from tierkv.decisions.types import Found, FoundPart, MissReason
 from tierkv.layout import GroupKind
 from tierkv.mover.slices import sliced
-from tierkv.pipeline import Pipeline
+from tierkv.pipeline import Pipeline, parse_chains
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +38,9 @@ class BlockReport:
         end_token: One past its last token.
         tier: Fastest tier in which a prefix load would find it, or None.
         chain: Codec chain of that copy, e.g. ``"raw"``, ``"int8+zstd"``; where the codec is
-            ``"auto"`` and the size of a small frame on a medium does not tell, ``"raw or planes"``.
-        exact: Whether its KV is exact.
+            ``"auto"``, or rules of compression say it, and the size of a frame on a medium does not
+            tell, ``"raw or planes"``.
+        exact: Whether its KV is exact: computed without loss, and in a lossless chain there.
         reason: Why it would not be loaded; None if it would.
         about: Tier that the reason is about, if it is about one.
         ago: Seconds since the reason arose, if known.
@@ -156,10 +158,14 @@ class _Reader:
         if usable:
             level = core.levels[usable[0][0]]
             chain = core.chain_of(level, part, state.generation)
-            if chain is None and level.candidate is not None:
+            others = self._other_chains(level, state) if chain is None else []
+            if others:
                 tokens, nbytes = span.end - span.start, usable[0][1]
-                chain = self._by_size(level, split_part(part)[1], tokens, nbytes)
-            return BlockReport(*where, level.name, chain or level.chain, state.exact, None)
+                chain = " or ".join(others)
+                if state.lossless[state.tiers.index(level.index)]:
+                    chain = self._by_size(level, split_part(part)[1], tokens, nbytes, chain)
+            exact = state.exact and state.lossless[state.tiers.index(level.index)]
+            return BlockReport(*where, level.name, chain or level.chain, exact, None)
         broken = self._usable(state, readable=False)
         if broken:
             name = core.levels[broken[0][0]].name
@@ -170,12 +176,21 @@ class _Reader:
         about = core.levels[state.tier].name if state.tier is not None else None
         return BlockReport(*where, None, None, state.exact, why, about, state.ago)
 
-    def _by_size(self, level: Level, group: int, tokens: int, nbytes: int) -> str:
+    def _other_chains(self, level: Level, state: PartState) -> list[str]:
+        """Chains that a frame may have where its tier does not say which; raw apart."""
+        if level.candidate is not None:
+            return [level.candidate]
+        rules = self._core.decisions.rule_chains(level.index)
+        lossless = state.lossless[state.tiers.index(level.index)]
+        fitting = [c for c in (level.chain, *rules) if parse_chains(c).lossless == lossless]
+        return [chain for chain in dict.fromkeys(fitting) if chain != RAW] if rules else []
+
+    def _by_size(self, level: Level, group: int, tokens: int, nbytes: int, others: str) -> str:
         """Chain of a frame that cannot be looked at: raw ones are all of one size."""
-        raw = Pipeline(self._space, "raw").max_bytes(group, tokens)
+        raw = Pipeline(self._space, RAW).max_bytes(group, tokens)
         if nbytes != level.backend.charge(raw):
-            return str(level.candidate)
-        return "raw" if raw >= _TELLING else f"raw or {level.candidate}"
+            return others
+        return RAW if raw >= _TELLING else f"{RAW} or {others}"
 
     def _usable(self, state: PartState, *, readable: bool = True) -> list[tuple[int, int]]:
         """Tiers whose copy would do, and its bytes there."""

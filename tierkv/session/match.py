@@ -128,6 +128,11 @@ class Match:
             raise
         self._open, self._layers = True, []
         session.matches.add(self)
+        prefetcher = session.runtime.prefetcher
+        prefetcher.arrived(session.state, chain.keys, self._found.parts, session.lossy)
+        if session.runtime.recorder is not None:
+            full, tokens = self._keys[: len(chain.keys)], len(self._ids)
+            session.runtime.recorder.arrived(session.state, full, tokens, start)
         self._observe(shared, start)
         return self
 
@@ -247,6 +252,7 @@ class Match:
                     f"not {tokens!r:.80}"
                 )
             found, lease = self._found, self._lease
+        found = session.runtime.prefetcher.demanded(found, lossy=session.lossy)
         plan = LoadPlan(state.space, state.root, self._keys, found, lease, into)
         session.lineage.append(plan.progress)
         return plan

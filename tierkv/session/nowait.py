@@ -8,7 +8,7 @@ from tierkv.blocks import PartId, part_id
 from tierkv.chains import RAW
 from tierkv.errors import ClosedError, IntegrityError, LayoutError
 from tierkv.pipeline import open_frame, verify
-from tierkv.sections import bits_over
+from tierkv.views import over
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -93,11 +93,8 @@ class Held:
             raise LayoutError(
                 f"layer {layer}, {name!r} is stored as {section.chain}: load it with match.load()"
             )
-        import torch
-
         data = self._memory[section.offset : section.offset + section.nbytes]
-        kind: torch.dtype = getattr(torch, section.dtype)
-        return bits_over(data, section.dtype, section.shape).view(kind)
+        return over(data, section.dtype, section.shape)
 
     def verify(self) -> None:
         """Check the payload's checksums, at the cost of reading every byte.

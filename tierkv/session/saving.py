@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.blocks import part_id, tail_key
+from tierkv.decisions.coding_rules import Age
 from tierkv.decisions.types import EvictReason, SkipReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.plans import NewPart, StorePlan
-from tierkv.mover.slices import sliced
+from tierkv.mover.slices import SLICE, sliced
 from tierkv.session.table import Tail
 
 if TYPE_CHECKING:
@@ -240,6 +242,7 @@ def _block_parts(
 ) -> list[NewPart]:
     state = session.state
     size = state.space.block_tokens
+    aging = session.runtime.core.decisions.compressing
     out = []
     for number, group in enumerate(state.space.layout.groups):
         parent_key = keys[block - 1] if block else None
@@ -247,6 +250,9 @@ def _block_parts(
             continue  # the view holds the state after the last token only
         if group.kind not in _STRICT:
             parent_key = None  # windows and snapshots are of use without what came before
+        if aging and not private:
+            age = Age(block * size, total - block * size - tokens)
+            session.runtime.core.expect(part_id(key, number), age)
         out.append(
             NewPart(
                 part=part_id(key, number),
@@ -277,7 +283,26 @@ async def finish_store(session: Session, saving: Saving) -> StoreResult:
         tail_is_there = tail_is_there or (new.private and outcome.skip is None)
     if saving.tail is not None and tail_is_there:
         _replace_tail(session, saving.tail)
+    session.runtime.prefetcher.ended(session.state, saving.keys)
+    if session.runtime.recorder is not None:
+        session.runtime.recorder.ended(session.state, saving.keys, saving.total, core.clock())
+    await _tell_ages(session, saving)
     return StoreResult(tuple(by_block[b] for b in sorted(by_block)))
+
+
+async def _tell_ages(session: Session, saving: Saving) -> None:
+    """Tell the rules of compression how old the blocks of the session are now, in steps."""
+    runtime, space = session.runtime, saving.plan.space
+    core, size, groups = runtime.core, space.block_tokens, len(space.layout.groups)
+    if not core.decisions.compressing:
+        return
+    for first in range(0, len(saving.keys), SLICE):
+        keys = saving.keys[first : first + SLICE]
+        core.decisions.told(keys, groups, size, first, saving.total, core.clock())
+        for part in (part_id(key, group) for key in keys for group in range(groups)):
+            core.ages.pop(part, None)
+        await asyncio.sleep(0)
+    runtime.behind.recoder.kick()
 
 
 def _replace_tail(session: Session, tail: Tail) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher
     from tierkv.prefetch import Prefetcher
+    from tierkv.traces.recording import Recorder
 
 __all__ = ["Runtime", "SessionInfo", "SessionState", "SessionTable", "Tail"]
 
@@ -34,6 +35,7 @@ class Runtime:
     behind: WriteBehind
     prefetcher: Prefetcher
     busy: str
+    recorder: Recorder | None = None
 
 
 class Tail(NamedTuple):

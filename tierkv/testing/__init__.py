@@ -9,6 +9,8 @@ Import from the module that has what you need:
 :mod:`tierkv.testing.devices`          ``DeviceTests``: what every device must do, and its users
 :mod:`tierkv.testing.codecs`           ``CodecTests``: what every codec must do
 :mod:`tierkv.testing.policies`         ``PolicyTests``: what every eviction policy must do
+:mod:`tierkv.testing.admissions`       ``AdmissionTests``: what every admission to a tier must do
+:mod:`tierkv.testing.predictors`       ``PredictorTests``: what every predictor of prefetch must do
 :mod:`tierkv.testing.accelerator`      ``SimDevice`` (``"sim:SEED"``): late copies, spoilt memory
 :mod:`tierkv.testing.virtual`          ``run_virtual``: a loop whose clock jumps; media that cost
                                        time on it

@@ -8,51 +8,27 @@ A plug-in's test file subclasses it and says how to make the policy::
 
 pytest then runs every check. The checks use plain asserts and need no fixtures; what they must
 catch is shown by :mod:`tierkv.testing.policy_mutants`. They hold for any order of eviction; the
-order itself is the policy's own affair.
+order itself is the policy's own affair. A policy that listens to hints or scores says so in its
+test class (``follows_shifts``, ``follows_scores``), and is then held to it.
 """
 
 from __future__ import annotations
 
 import random
-import time
-import tracemalloc
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Final
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from tierkv.abc import Policy
+from tierkv.testing.policy_memory import NBYTES, PolicyMemoryTests
 
 __all__ = ["PolicyTests"]
 
-_NBYTES: Final = 4096
-_HELD: Final = 8_000
-_CYCLES: Final = 1_000
-_CPU_S: Final = 0.3  # a policy needs a hundredth of it, a scan of all rows several times as much
-_LEAK_BYTES: Final = 1 << 19
 
-
-class PolicyTests(ABC):
+class PolicyTests(PolicyMemoryTests):
     """What every :class:`~tierkv.abc.Policy` must do, whatever it prefers."""
 
-    @abstractmethod
-    def make(self) -> Policy:
-        """Return a new policy that tracks nothing."""
-
-    def _filled(self, rows: int) -> Policy:
-        """Rows 0.. inserted at clocks 0.., all evictable."""
-        policy = self.make()
-        for row in range(rows):
-            policy.insert(row, _NBYTES, row)
-            policy.release(row)
-        return policy
-
-    def _drain(self, policy: Policy, rows: int) -> list[int]:
-        """Evict until nothing is offered, but not for ever."""
-        gone: list[int] = []
-        while (victim := policy.victim()) is not None and len(gone) <= rows:
-            policy.remove(victim)
-            gone.append(victim)
-        return gone
+    follows_shifts: ClassVar[bool] = False
+    """Whether :meth:`~tierkv.abc.Policy.shift` moves a row among others that are alike."""
+    follows_scores: ClassVar[bool] = False
+    """Whether :meth:`~tierkv.abc.Policy.score` moves a row among others that are alike."""
 
     def test_has_a_name(self) -> None:
         """The name by which it is asked for."""
@@ -64,7 +40,7 @@ class PolicyTests(ABC):
         """A row is not evictable before it was released."""
         policy = self.make()
         assert policy.victim() is None
-        policy.insert(3, _NBYTES, 0)
+        policy.insert(3, NBYTES, 0)
         assert policy.victim() is None
         policy.release(3)
         assert policy.victim() == 3
@@ -118,7 +94,7 @@ class PolicyTests(ABC):
         """A row number that stands for another part has nothing of the part before."""
         policy = self._filled(2)
         policy.remove(0)
-        policy.insert(0, _NBYTES, 10)
+        policy.insert(0, NBYTES, 10)
         assert policy.victim() == 1, "held again"
         policy.release(0)
         assert policy.victim() == 1, "and the newer of the two"
@@ -158,7 +134,7 @@ class PolicyTests(ABC):
         """What was just stored or demoted outlives what lay untouched for longer (K7)."""
         policy = self.make()
         for row in range(6):
-            policy.insert(row, _NBYTES, 100 + row)
+            policy.insert(row, NBYTES, 100 + row)
             policy.release(row)
         assert policy.victim() in range(5)
 
@@ -199,40 +175,70 @@ class PolicyTests(ABC):
 
         assert run() == run()
 
-    def test_held_rows_cost_nothing(self) -> None:
-        """Thousands of leased rows at the cold end are never looked at one by one."""
-        policy = self.make()
-        for row in range(_HELD):
-            policy.insert(row, _NBYTES, row)
-        start = time.process_time()
-        for row in range(_HELD, _HELD + _CYCLES):
-            policy.insert(row, _NBYTES, row)
-            policy.release(row)
-            policy.touch(row, row)
-            victim = policy.victim()
-            assert victim is not None
-            policy.remove(victim)
-        assert time.process_time() - start < _CPU_S
+    def test_advice_frees_nobody(self) -> None:
+        """Shifts, scores and new sizes change an order at most, never who may leave."""
+        rng = random.Random(5)
+        policy, evictable = self._filled(20), set(range(20))
+        for row in range(0, 20, 2):
+            policy.hold(row)
+            evictable.discard(row)
+        for _ in range(300):
+            row = rng.randrange(20)
+            kind = rng.randrange(3)
+            if kind == 0:
+                policy.shift(row, rng.uniform(-100.0, 100.0))
+            elif kind == 1:
+                policy.score(row, rng.random())
+            else:
+                policy.resized(row, rng.randrange(1, 2 * NBYTES))
+            assert policy.victim() in evictable
+        gone = self._drain(policy, 20)
+        assert sorted(gone) == sorted(evictable)
 
-    def test_memory_is_bounded(self) -> None:
-        """Histories and stale entries do not pile up while few rows come and go."""
-        policy = self._filled(16)
-        rounds = 10_000
-        held = 0
-        tracemalloc.start()
-        try:
-            for clock in range(16, 16 + rounds):
-                row = clock % 16
-                policy.hold(row)
-                policy.touch(row, clock)
-                policy.release(row)
-                policy.expedite(row)
-                policy.remove(row)
-                policy.insert(row, _NBYTES, clock)
-                policy.release(row)
-                if clock == rounds // 10:
-                    held = tracemalloc.get_traced_memory()[0]
-            grown = tracemalloc.get_traced_memory()[0] - held
-        finally:
-            tracemalloc.stop()
-        assert grown < _LEAK_BYTES
+    def test_shifts_move_the_order(self) -> None:
+        """A row shifted far back goes first, one shifted forward does not; a touch undoes it.
+
+        A policy that does not follow shifts keeps its order.
+        """
+        start = 10_000
+        policy = self._filled(10, start)
+        order = self._drain(self._filled(10, start), 10)
+        if not self.follows_shifts:
+            policy.shift(order[-1], -1000.0)
+            policy.shift(order[0], 1000.0)
+            assert self._drain(policy, 10) == order
+            return
+        policy.shift(9, -1000.0)
+        assert policy.victim() == 9
+        policy.touch(9, start + 20)
+        assert policy.victim() == 0
+        policy.shift(0, 1000.0)
+        assert policy.victim() == 1
+        for row in range(10):
+            policy.touch(row, start + 30 + row)
+        assert policy.victim() == 0, "touched: all shifts are over"
+        policy.expedite(4)
+        policy.shift(4, 1000.0)
+        assert policy.victim() == 4, "its prefix is gone, whatever was hinted"
+
+    def test_scores_move_the_order(self) -> None:
+        """Less important rows go before others that are alike; a touch does not undo it.
+
+        A policy that does not follow scores keeps its order.
+        """
+        policy = self._filled(10)
+        order = self._drain(self._filled(10), 10)
+        policy.score(6, 0.0)
+        policy.score(0, 1.0)
+        if not self.follows_scores:
+            assert self._drain(policy, 10) == order
+            return
+        assert policy.victim() == 6
+        policy.touch(6, 20)
+        assert policy.victim() == 6
+        policy.expedite(2)
+        policy.score(2, 1.0)
+        assert policy.victim() == 2, "its prefix is gone, whatever it scored"
+        policy.score(6, 1.0)
+        policy.remove(2)
+        assert policy.victim() not in (0, 6)

@@ -6,6 +6,7 @@ Every mutant names the check that is there for it.
 from __future__ import annotations
 
 import random
+from array import array
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tierkv.decisions.policy.lru import Lru
@@ -26,7 +27,8 @@ class Mutant(NamedTuple):
 
 def failing_checks(make: type[Policy], only: str = "test_") -> dict[str, str]:
     """Run the checks whose names begin with ``only`` on a policy; those that fail, and why."""
-    case: Any = type("Case", (PolicyTests,), {"make": lambda _self: make()})()
+    said = {"make": lambda _self: make(), "follows_shifts": issubclass(make, Lru)}
+    case: Any = type("Case", (PolicyTests,), said)()
     failed = {}
     for name in sorted(name for name in dir(case) if name.startswith(only)):
         try:
@@ -45,7 +47,7 @@ class Shouting(Lru):
 class BornFree(Lru):
     """Offers rows that nobody has released yet."""
 
-    def insert(self, row: int, nbytes: int, clock: int) -> None:
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
         super().insert(row, nbytes, clock)
         self.release(row)
 
@@ -92,10 +94,10 @@ class Haunted(Lru):
         super().__init__()
         self.ghosts: set[int] = set()
 
-    def remove(self, row: int) -> None:
+    def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
         self.ghosts.add(row)
 
-    def insert(self, row: int, nbytes: int, clock: int) -> None:
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
         if row in self.ghosts:
             self.ghosts.discard(row)
             super().remove(row)
@@ -109,7 +111,7 @@ class Remembering(Lru):
         super().__init__()
         self.first: dict[int, int] = {}
 
-    def insert(self, row: int, nbytes: int, clock: int) -> None:
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
         super().insert(row, nbytes, self.first.setdefault(row, clock))
 
 
@@ -139,7 +141,7 @@ class Backwards(Lru):
 class Backdated(Lru):
     """Takes the latest arrival for the oldest."""
 
-    def insert(self, row: int, nbytes: int, clock: int) -> None:
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
         super().insert(row, nbytes, max(0, 1000 - clock))
 
 
@@ -155,7 +157,7 @@ class Losing(Lru):
         super().hold(row)
 
     def release(self, row: int) -> None:
-        if self.holds.get(row, 0) != 20 or self._tracked < 50:
+        if self.holds.get(row, 0) != 20 or len(self) < 50:
             super().release(row)
 
     def victim(self) -> int | None:
@@ -179,7 +181,7 @@ class Dicing(Lru):
 
     def victim(self) -> int | None:
         first = super().victim()
-        if first is None or self._tracked != 30:
+        if first is None or len(self) != 30:
             return first
         rank = self.rank_of(first)
         ties = [r for r in range(30) if self._rank[r] & 1 and self.rank_of(r) - rank < 3]
@@ -210,6 +212,116 @@ class Hoarding(Lru):
         super().touch(row, clock)
 
 
+class Lasting(Lru):
+    """Remembers every part that was ever evicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, int] = {}
+
+    def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
+        if evicted:
+            self.known[ident] = self.rank_of(row)
+        super().remove(row, evicted=evicted, ident=ident)
+
+
+class Confusing(Lru):
+    """Takes a row number for the name of a part: what comes in it after an eviction is welcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: set[int] = set()
+        self.welcome: set[int] = set()
+
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
+        super().insert(row, nbytes, clock, ident)
+        if row in self.evicted:
+            self.welcome.add(row)
+
+    def touch(self, row: int, clock: int) -> None:
+        super().touch(row, clock + 1000 * (row in self.welcome))
+
+    def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
+        if evicted:
+            self.evicted.add(row)
+        self.welcome.discard(row)
+        super().remove(row, evicted=evicted, ident=ident)
+
+
+class Mourning(Lru):
+    """Keeps a ghost of every part that leaves, why ever it left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, int] = {}
+        self.known: set[int] = set()
+
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
+        super().insert(row, nbytes, clock, ident)
+        self.names[row] = ident
+
+    def touch(self, row: int, clock: int) -> None:
+        super().touch(row, clock + 1000 * (self.names[row] in self.known))
+
+    def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
+        self.known.add(self.names.pop(row))
+        super().remove(row, evicted=evicted, ident=ident)
+
+
+class Signed(Lru):
+    """Keeps names in cells that are one bit too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = array("q", [0] * 64)
+
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
+        super().insert(row, nbytes, clock, ident)
+        self.names[row % 64] = ident
+
+
+class Wrapping(Lru):
+    """Has room for so many row numbers, and takes the others for those."""
+
+    def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
+        super().insert(row % 100_000, nbytes, clock, ident)
+
+    def touch(self, row: int, clock: int) -> None:
+        super().touch(row % 100_000, clock)
+
+    def release(self, row: int) -> None:
+        super().release(row % 100_000)
+
+
+class Persuaded(Lru):
+    """Frees a leased row when it is told how important it is."""
+
+    def score(self, row: int, value: float) -> None:
+        self.release(row)
+
+
+class Drifting(Lru):
+    """Goes on shifting a row after it was used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drift: dict[int, int] = {}
+
+    def shift(self, row: int, accesses: float) -> None:
+        self.drift[row] = int(accesses)
+        super().shift(row, accesses)
+
+    def touch(self, row: int, clock: int) -> None:
+        self.raise_rank(row, max(1, clock + 1 + self.drift.get(row, 0)))
+
+
+class Flattered(Lru):
+    """Takes any score for a use, though it says that it follows none."""
+
+    def score(self, row: int, value: float) -> None:
+        self.raise_rank(row, self.rank_of(row) + 1000)
+
+
 MUTANTS = (
     Mutant(Shouting, "test_has_a_name"),
     Mutant(BornFree, "test_new_rows_are_held"),
@@ -227,5 +339,13 @@ MUTANTS = (
     Mutant(Dicing, "test_is_deterministic"),
     Mutant(Scanning, "test_held_rows_cost_nothing"),
     Mutant(Hoarding, "test_memory_is_bounded"),
+    Mutant(Lasting, "test_ghosts_are_bounded"),
+    Mutant(Confusing, "test_ghosts_go_by_name"),
+    Mutant(Mourning, "test_what_was_not_evicted_leaves_no_ghost"),
+    Mutant(Signed, "test_names_have_64_bits"),
+    Mutant(Wrapping, "test_rows_may_lie_far_apart"),
+    Mutant(Persuaded, "test_advice_frees_nobody"),
+    Mutant(Drifting, "test_shifts_move_the_order"),
+    Mutant(Flattered, "test_scores_move_the_order"),
 )
 """Wrong policies, one for each check."""

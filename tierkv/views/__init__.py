@@ -7,7 +7,8 @@ Writes happen in inference mode, so that both ordinary tensors and tensors made 
 ``torch.inference_mode()`` can be filled, and no autograd history is recorded.
 """
 
-from tierkv.views.raw import over
-from tierkv.views.tensors import DenseView, Order, PagedView, check, dense, paged
+from tierkv.views.memory import check
+from tierkv.views.raw import over, spanning
+from tierkv.views.tensors import DenseView, Order, PagedView, dense, paged
 
-__all__ = ["DenseView", "Order", "PagedView", "check", "dense", "over", "paged"]
+__all__ = ["DenseView", "Order", "PagedView", "check", "dense", "over", "paged", "spanning"]

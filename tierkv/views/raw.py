@@ -7,26 +7,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["over"]
+__all__ = ["over", "spanning"]
+
+_CODES = {"uint8": "|u1", "int16": "=i2", "int32": "=i4", "int64": "=i8"}
 
 
 class _Exposed:
-    """Hands the address of read-only memory to numpy as if it could be written.
+    """Hands an address to numpy as memory that can be written, whatever it is.
 
-    torch has no read-only tensors and warns about making one; the tensors made here are only read.
+    torch has no read-only tensors and warns about making one; the tensors that are made of
+    read-only memory here are only read.
     """
 
     __slots__ = ("__array_interface__", "_keep")
 
     __array_interface__: dict[str, Any]
 
-    def __init__(self, memory: memoryview) -> None:
-        import numpy as np
+    def __init__(self, keep: memoryview, address: int, count: int, code: str) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (count,),
+            "typestr": code,
+            "data": (address, False),
+        }
+        self._keep = keep
 
-        interface: dict[str, Any] = dict(np.frombuffer(memory, np.uint8).__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-        self._keep = memory
+
+def spanning(memory: memoryview, address: int, count: int, dtype: str) -> torch.Tensor:
+    """Tensor ``[count]`` of integers from ``address`` on: also beyond ``memory`` itself.
+
+    Args:
+        memory: A piece of the memory, whose exporter the tensor keeps alive.
+        address: Where it begins, a multiple of the integers' size.
+        count: How many integers; all of them must be memory of the same exporter.
+        dtype: Name of the integers: uint8, int16, int32 or int64.
+    """
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(_Exposed(memory, address, count, _CODES[dtype])))
 
 
 def over(memory: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -51,5 +70,5 @@ def over(memory: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor
         return torch.empty(shape, dtype=kind)
     if not memory.readonly:
         return torch.frombuffer(memory, dtype=kind, count=count).view(shape)
-    nbytes = count * kind.itemsize
-    return torch.from_numpy(np.asarray(_Exposed(memory[:nbytes]))).view(kind).view(shape)
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return spanning(memory, address, count * kind.itemsize, "uint8").view(kind).view(shape)

@@ -26,16 +26,32 @@ def refuse_shared(tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
     held.sort(key=lambda entry: entry[:3])
     last: tuple[int, int, str, torch.Tensor] | None = None
     for address, layer, name, tensor in held:
-        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise LayoutError(
-                f"layer {layer}, {name!r}: an expanded tensor cannot be loaded into; its "
-                "elements share memory"
-            )
+        _refuse_overlaps(layer, name, tensor)
         if last is not None and _collide(last[3], tensor, address - last[0]):
             raise LayoutError(
                 f"layer {layer}, {name!r}: shares memory with layer {last[1]}, {last[2]!r}"
             )
         last = (address, layer, name, tensor)
+
+
+def _refuse_overlaps(layer: int, name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        return
+    reach = 0  # elements from the first to the last along the axes looked at so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride == 0:
+            raise LayoutError(
+                f"layer {layer}, {name!r}: an expanded tensor cannot be loaded into; its "
+                "elements share memory"
+            )
+        if stride <= reach:
+            raise LayoutError(
+                f"layer {layer}, {name!r}: strides {tensor.stride()} of shape "
+                f"{tuple(tensor.shape)} overlap; it can be stored, not loaded into"
+            )
+        reach += stride * (size - 1)
 
 
 def _collide(one: torch.Tensor, other: torch.Tensor, gap: int) -> bool:

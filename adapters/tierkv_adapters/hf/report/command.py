@@ -15,9 +15,18 @@ from tierkv.chains import parse_chains
 from tierkv.errors import ConfigError
 from tierkv_adapters.hf.demo.loading import find_model, load_model
 from tierkv_adapters.hf.probe import check_supported
+from tierkv_adapters.hf.report.allocation import allocate
 from tierkv_adapters.hf.report.coding import BLOCK
 from tierkv_adapters.hf.report.fidelity import Subject, default_text
-from tierkv_adapters.hf.report.rows import CHAINS, Row, listed, measure, plot, recommend
+from tierkv_adapters.hf.report.rows import (
+    CHAINS,
+    Row,
+    check_plot,
+    listed,
+    measure,
+    plot,
+    recommend,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,18 +49,27 @@ def codec_report(
     ] = ",".join(CHAINS),
     prefix: Annotated[int, typer.Option(min=BLOCK, help="Tokens that are stored.")] = 1024,
     scored: Annotated[int, typer.Option(min=2, help="Tokens read after them.")] = 512,
-    kl_bound: Annotated[float, typer.Option(help="Most KL of the recommended chain.")] = 1e-3,
+    kl_bound: Annotated[
+        float, typer.Option(min=0, help="Most KL of the recommended chain.")
+    ] = 1e-3,
     dtype: Annotated[str, typer.Option(help="Dtype of the KV: bfloat16, float16, float32.")] = (
         "bfloat16"
     ),
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Picture to write.")] = None,
+    allocation: Annotated[
+        bool, typer.Option("--allocate", help="Also look for a chain for each layer and tensor.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure codec chains on a model's own KV: size, speed, and what they do to its answers.
 
-    Chains marked with a star were measured with the first block of the prefix kept exact.
+    Chains marked with a star were measured with the first block of the prefix kept exact. With
+    --allocate, one more row has rules that give each part of the model no more bits than the bound
+    of the KL asks for; that takes some minutes.
     """
-    names = listed(chains)
+    names = _chains(chains)
+    if plot_file is not None:
+        check_plot(plot_file)
     lossless = {name: parse_chains(name).lossless for name in names}  # wrong names fail at once
     kind = {"bfloat16", "float16", "float32"}
     if dtype not in kind:
@@ -67,6 +85,10 @@ def codec_report(
             rows.append(measure(pairs, name, subject=subject))
             if not lossless[name]:
                 rows.append(measure(pairs, name, subject=subject, exact_first=1, timed=False))
+        if allocation:
+            status.update("looking for a chain for each layer and tensor")
+            found = allocate(pairs, subject, kl_bound)
+            rows += [] if found is None else [found]
     best = recommend(rows, kl_bound)
     if plot_file is not None:
         plot(rows, model, plot_file)
@@ -84,7 +106,7 @@ def subject_of(model: str, text: Path | None, prefix: int, scored: int) -> Subje
     """
     live, tokenizer = load_model(find_model(model))
     check_supported(live)
-    source = default_text() if text is None else text.read_text(encoding="utf-8")
+    source = default_text() if text is None else _text(text)
     # four characters a token and more: no tokenizer has to read all of a long text
     ids = tokenizer(source[: 16 * (prefix + scored)])["input_ids"][: prefix + scored]
     if len(ids) < prefix + scored:
@@ -93,6 +115,28 @@ def subject_of(model: str, text: Path | None, prefix: int, scored: int) -> Subje
             "or smaller --prefix and --scored"
         )
     return Subject(live, ids, prefix)
+
+
+def _chains(text: str) -> list[str]:
+    names = listed(text)
+    if not names:
+        raise ConfigError("--chains names no chain, e.g. --chains raw,int8+zstd")
+    words = text.split(",")
+    if len(names) == 1 and any(":" not in word.partition("+")[0] for word in words[:-1]):
+        raise ConfigError(
+            f"--chains {text!r}: where a chain has rules (K:int8,V:int4), "
+            "semicolons separate the chains"
+        )
+    return names
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {path} is no text in UTF-8") from error
 
 
 def _document(model: str, rows: Sequence[Row], best: Row | None, bound: float) -> dict[str, Any]:
@@ -125,7 +169,8 @@ def _show(
             f"{row.max_dlogit:.2f}",
         )
     console.print(table)
-    console.print("* first block exact. enc, dec: GB/s of raw bytes, one core; dlogit: the largest")
+    console.print("* first block exact. enc, dec: GB/s of raw bytes, one core.")
+    console.print("dNLL: change of the negative log-likelihood; dlogit: largest change of a logit.")
     if best is None:
         console.print(f"no chain stays within a KL of {bound:g}: store raw, or raise --kl-bound")
         return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tierkv.chains import parse_chains
-from tierkv.errors import MissingDependencyError
+from tierkv.errors import ConfigError, MissingDependencyError
 from tierkv_adapters.hf.report.coding import code, speed
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tierkv_adapters.hf.report.fidelity import Subject
 
-__all__ = ["CHAINS", "Row", "listed", "measure", "plot", "recommend"]
+__all__ = ["CHAINS", "Row", "check_plot", "listed", "measure", "plot", "recommend"]
 
 CHAINS: Final = (
     "raw",
@@ -28,13 +28,18 @@ CHAINS: Final = (
     "fp8",
     "int6",
     "int4",
+    "int4+zstd",
     "rot4",
+    "rot4+zstd",
     "int3",
     "rot3",
     "int2",
     "rot2",
 )
 """What is measured by default."""
+
+
+_FORMS: Final = (".png", ".svg", ".pdf")
 
 
 def listed(text: str) -> list[str]:
@@ -140,17 +145,36 @@ def _frontier(rows: Sequence[Row]) -> list[Row]:
     return best
 
 
+def check_plot(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is measured for it.
+
+    Raises:
+        ConfigError: if there is no such directory, or the name ends in no form of a picture.
+        MissingDependencyError: if matplotlib is not installed.
+    """
+    if path.suffix.lower() not in _FORMS:
+        raise ConfigError(f"--plot {str(path)!r}: a picture ends in {', '.join(_FORMS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: there is no directory {str(path.parent)!r}")
+    _figures()
+
+
+def _figures() -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--plot needs matplotlib: pip install -c constraints.txt -e '.[tune]'"
+        ) from error
+
+
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw KL against bits a number, the Pareto frontier joined.
 
     Raises:
         MissingDependencyError: if matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingDependencyError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = figures.Figure(figsize=(7, 5))
+    figure = _figures().Figure(figsize=(7, 5))
     axes = figure.add_subplot()
     known = [row for row in rows if row.kl is not None]
     floor = 1e-7  # lossless chains have none, and a logarithm none of that

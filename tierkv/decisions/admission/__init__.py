@@ -1,0 +1,1 @@
+"""What may enter a tier: one rule a module, sans-IO."""
