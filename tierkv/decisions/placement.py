@@ -150,7 +150,9 @@ class Placement(Standing):
 
     # ------------------------------------------------------------------ copies
 
-    def place(self, row: int, tier: int, nbytes: int, *, lossless: bool, clock: int) -> None:
+    def place(
+        self, row: int, part: PartId, tier: int, nbytes: int, *, lossless: bool, clock: int
+    ) -> None:
         """Make a copy resident whose bytes are counted already."""
         index, bit = self.index, 1 << tier
         tenant = index.tenant[row]
@@ -162,7 +164,7 @@ class Placement(Standing):
             self.ledger.pinned[tier] += nbytes
         policies = self._lookup[tier]
         policy = policies[tenant] if tenant in policies else self.policy(tenant, tier)
-        start, group = IDENT(index.name(row))
+        start, group = IDENT(part)
         policy.insert(row, nbytes, clock, start ^ group)
         if group >= self.groups:
             self.groups = group + 1

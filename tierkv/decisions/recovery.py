@@ -62,7 +62,7 @@ def recover(
             at.calendar.add(row, expiry)
         at.ledger.charge(tier, tenant, nbytes, 0)
         hole = not index.resident[row]
-        at.place(row, tier, nbytes, lossless=stored.lossless, clock=at.clock)
+        at.place(row, stored.part, tier, nbytes, lossless=stored.lossless, clock=at.clock)
         index.pending[row] &= ~(1 << tier)
         if hole:  # of parts that a faster tier kept
             at.refilled(row)

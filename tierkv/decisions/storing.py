@@ -118,8 +118,9 @@ class Storer:
             else:
                 index.generation[row] = slot.generation
             at.ledger.charge(tier, index.tenant[row], nbytes, slot.nbytes)
-            fine = slot.item.lossless if lossless is None else lossless[position]
-            at.place(row, tier, nbytes, lossless=fine, clock=slot.clock)
+            item = slot.item
+            fine = item.lossless if lossless is None else lossless[position]
+            at.place(row, item.part, tier, nbytes, lossless=fine, clock=slot.clock)
             if promotes:
                 index.fresh[row] |= bit
                 at.guards[tier].made += 1
