@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.codecs import synthetic
 from benchmarks.report import emit
+from benchmarks.synthetic import synthetic
 from tierkv.chains import parse_chain
 from tierkv_codecs.kernels import available
 

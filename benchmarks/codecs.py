@@ -15,9 +15,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
-
 from benchmarks.report import emit
+from benchmarks.synthetic import Pairs, synthetic
 from tierkv_adapters.hf.report.coding import Speed
 from tierkv_adapters.hf.report.command import subject_of
 from tierkv_adapters.hf.report.rows import CHAINS, Row, listed, measure
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 PREFIX: Final = {"smollm2": (1024, 512), "gemma3": (768, 256)}
 SYNTHETIC: Final = "synthetic"
 MODELS: Final = (*PREFIX, SYNTHETIC)
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Floor(NamedTuple):
@@ -61,28 +59,6 @@ FLOORS: Final = (
     Floor("rot4 decodes", "decode_vs_memcpy", 0.3, False, ("rot4",), fast=True),
     Floor("planes decodes", "decode_vs_memcpy", 0.25, False, ("planes",), fast=True),
 )
-
-
-def synthetic(layers: int = 16, heads: int = 8, tokens: int = 1024, dim: int = 128) -> Pairs:
-    """KV with outlier channels in K and outlier tokens in V, as published models have them.
-
-    64 MiB by default, more than caches hold: a copy of it runs at the speed of memory.
-    """
-    source = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=source)
-
-    pairs = []
-    for _ in range(layers):
-        scale = (0.7 * normal(heads, 1, dim)).exp()
-        offset = normal(heads, 1, dim) * scale
-        outlier = torch.rand((heads, 1, dim), generator=source) < 0.02
-        offset = torch.where(outlier, offset * 20, offset)
-        k = normal(heads, tokens, dim) * scale + offset
-        v = normal(heads, tokens, dim) * (0.5 * normal(heads, tokens, 1)).exp()
-        pairs.append((k.bfloat16(), v.bfloat16()))
-    return pairs
 
 
 def _subject(model: str) -> tuple[Subject | None, Pairs]:

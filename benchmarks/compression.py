@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import tierkv
-from benchmarks.codecs import synthetic
 from benchmarks.report import emit
 from benchmarks.running import OnLoop
+from benchmarks.synthetic import synthetic
 from tierkv.buffers import Arena
 from tierkv.frame import decode_header
 from tierkv.pipeline import Pipeline, verify

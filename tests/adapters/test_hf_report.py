@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import codecs as benchmark
+from benchmarks.synthetic import synthetic
 from tierkv.chains import parse_chains
 from tierkv.errors import ConfigError, LayoutError, MissingDependencyError
 from tierkv.testing.codecs import same_bits, sample
@@ -252,7 +253,7 @@ def test_the_benchmark_reports_missed_floors() -> None:
 
 
 def test_synthetic_kv_has_outlier_channels_and_tokens() -> None:
-    ((k, v),) = benchmark.synthetic(layers=1, heads=2, tokens=128, dim=64)
+    ((k, v),) = synthetic(layers=1, heads=2, tokens=128, dim=64)
     channels, tokens = k.float().abs().amax((0, 1)), v.float().abs().amax((0, 2))
     assert float(channels.max() / channels.median()) > 5
     assert float(tokens.max() / tokens.median()) > 1.5
