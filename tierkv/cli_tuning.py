@@ -194,10 +194,10 @@ def sweep_command(
 
     Exits with 1 if --reach-hit or --save-seconds is asked for and nothing reaches it.
     """
-    if picture is not None:
-        check_picture(picture)
     _check_target("--csv", csv)
     _check_target("--plot", picture)
+    if picture is not None:
+        check_picture(picture)
     policies = _policies(policy)
     tiers = _sizes(tier, "--tier")
     prices = _prices(price, tiers)
