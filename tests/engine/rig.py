@@ -67,9 +67,20 @@ class Rig:
             or any(level.probing for level in runtime.core.levels)
         )
 
+    async def shrunk(self) -> None:
+        """Wait until tiers that were made smaller hold no more than they may: ticks see to it."""
+        async with asyncio.timeout(30):
+            while any(
+                stats.live_bytes > stats.capacity_bytes
+                for stats in (level.backend.stats() for level in self.engine.core.levels)
+            ):
+                await asyncio.sleep(0.005)
+                await self.settle()
+
     async def at_rest(self) -> None:
         """Nothing is leaked, and all books agree."""
         await self.settle()
+        await self.shrunk()
         core, decisions = self.engine.core, self.engine.core.decisions
         decisions.check()
         assert decisions.leases() == 0
