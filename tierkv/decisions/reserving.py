@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.decisions.evicting import TICK_PARTS, Room
-from tierkv.decisions.index import EXACT, NO_ROW, identify
+from tierkv.decisions.index import EXACT, NO_ROW, ORPHAN, identify
 from tierkv.decisions.types import EvictReason, MissReason, Outcome, SkipReason, StoreItem
 
 if TYPE_CHECKING:
@@ -131,7 +131,10 @@ class Reserver:
         parent = NO_ROW
         if request.source is None and item.parent is not None:
             parent = index.rows.get(item.parent, NO_ROW)
-            if parent < 0 or not at.whole(parent):
+            # in reach of a prefix, as whole() has it
+            if parent < 0 or not (
+                index.resident[parent] | index.pending[parent] and not index.flags[parent] & ORPHAN
+            ):
                 return Outcome(0, SkipReason.NO_PARENT)
         if row >= 0:
             known = self._known(row, item, number, request)
@@ -342,6 +345,9 @@ class Reserver:
         if hole:
             at.refilled(row)
             at.spread(TICK_PARTS)
-        clock = self._clock(number, item, request)
+        if request.source is None and item.parent is not None and at.step <= 0:
+            clock = request.clock + len(request.items) - number  # as _clock() has it
+        else:
+            clock = self._clock(number, item, request)
         request.slots[number] = _new(Slot, (row, generation, item.nbytes, item, clock))
         return _new(Outcome, (generation, None))
