@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.backends.one_loop import one_loop
 from tests.backends.test_device import OnDevice, tier_of
 from tierkv.abc import Stream
 from tierkv.device.cpu import CpuDevice
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from tierkv.abc import Event
 
 pytestmark = pytest.mark.anyio
-# on uvloop the short polls of these tests were seen to sleep for ever, now and then, in any version
-anyio_backend = one_loop
-
 
 class _Stuck(Stream):
     """Takes work that never ends."""

@@ -174,8 +174,8 @@ class Traffic:
                 await self._quiet.outlast(max(0.0, end - loop.time()))
             except asyncio.CancelledError as error:
                 cancelled = error
-            if self._under_way:
-                late()
+            if self._under_way and not self._pool.given_up:
+                self._pool.give_up()  # not by the clock: a loop may wake up a moment early
         if cancelled is not None:
             raise cancelled
         return not self._pool.given_up
