@@ -15,6 +15,7 @@ from tierkv.device.cpu import CpuDevice
 from tierkv.errors import BackendError, ClosedError
 from tierkv.testing.bench import part
 from tierkv.testing.resident import HeldEvent
+from tierkv.workers import Signal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tierkv.abc import Event
 
 pytestmark = pytest.mark.anyio
+
 
 class _Stuck(Stream):
     """Takes work that never ends."""
@@ -79,6 +81,30 @@ async def test_c8_closing_gives_up_copies_that_never_end(
         assert "hangs and is given up" in caplog.text
         gc.collect()
         assert device._room == room, "memory under running work was freed"
+
+
+async def test_c8_closing_gives_up_though_its_timer_fires_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timers of uvloop count whole milliseconds: a wait may end just before its time."""
+
+    async def early(self: Signal, within: float | None = None) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    device = Silent()
+    async with OnDevice(device).opened(tmp_path) as bench:
+        await bench.write(part(0, 9000))
+        tier = tier_of(bench)
+        device.stores = _Stuck()
+        reading = bench.workers.spawn(bench.read, part(0, 9000))
+        await asyncio.sleep(0.02)
+        with monkeypatch.context() as patch:
+            patch.setattr("tierkv_backends.device.backend._CLOSE_S", 60.0)
+            patch.setattr(Signal, "outlast", early)
+            await tier.aclose()
+        with pytest.raises(ClosedError, match="hangs on the device"):
+            await reading.wait()
 
 
 @pytest.mark.parametrize("kind", ["closes", "is cancelled"])
