@@ -6,12 +6,11 @@ from typing import ClassVar, Final
 
 from tierkv.abc import Policy
 from tierkv.decisions.policy.heap import RowHeap
+from tierkv.decisions.policy.keyed import KeyedLru
 from tierkv.decisions.policy.rows import Rows
 
 __all__ = ["Gdsf", "SizeAware"]
 
-_CLOCK_BITS: Final = 40
-_CLOCK: Final = (1 << _CLOCK_BITS) - 1
 _MANTISSA: Final = 16
 _LARGEST: Final = (1 << 21) - 1  # more than the code of any size
 _UNIT: Final = 1 << 30  # bytes; a part of that size and cost 1 weighs 1
@@ -26,7 +25,7 @@ def _size_code(nbytes: int) -> int:
     return min((exponent << _MANTISSA) + (nbytes >> exponent), _LARGEST)
 
 
-class SizeAware(RowHeap, Policy):
+class SizeAware(KeyedLru):
     """Evicts the row that takes most bytes in the tier; among equals, the LRU one.
 
     What frees the room with the fewest evictions: where parts differ much in size (models of
@@ -37,43 +36,13 @@ class SizeAware(RowHeap, Policy):
 
     name: ClassVar[str] = "size_aware"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes = Rows(1)
-
     def insert(self, row: int, nbytes: int, clock: int, ident: int = 0) -> None:
         """Start tracking a row that became resident (held)."""
-        first = (_LARGEST - _size_code(nbytes)) << _CLOCK_BITS
-        self._sizes.add(row, first)
-        self.track(row, first | min(clock + 1, _CLOCK))
-
-    def touch(self, row: int, clock: int) -> None:
-        """Note an access of a tracked row."""
-        self.raise_rank(row, self._sizes.cells[0][row] | min(clock + 1, _CLOCK))
-
-    def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
-        """Stop tracking a row, why ever it left."""
-        self._sizes.discard(row)
-        super().remove(row)
+        self.enter(row, _LARGEST - _size_code(nbytes), clock)
 
     def resized(self, row: int, nbytes: int) -> None:
         """Learn that the copy of a tracked row takes so many bytes now."""
-        first = (_LARGEST - _size_code(nbytes)) << _CLOCK_BITS
-        self._sizes.cells[0][row] = first
-        rank = self.rank_of(row)
-        if rank:
-            self.raise_rank(row, first | rank & _CLOCK)
-
-    def shift(self, row: int, accesses: float) -> None:
-        """Move the last use of a row that is not expedited."""
-        rank = self.rank_of(row)
-        if rank:
-            last = min(max(1, (rank & _CLOCK) + int(accesses)), _CLOCK)
-            self.raise_rank(row, rank & ~_CLOCK | last)
-
-    def rank(self, row: int) -> float:
-        """Smallness, then the clock of the last access; 0 for an expedited row."""
-        return self.rank_of(row)
+        self.set_key(row, _LARGEST - _size_code(nbytes))
 
 
 class Gdsf(RowHeap, Policy):
