@@ -256,6 +256,36 @@ def pipeline() -> Iterator[Row]:
         yield _row("pipeline", f"{row['what']}, {row['tokens']} tokens", ratio, bound, ok=row["ok"])
 
 
+def replay() -> Iterator[Row]:
+    """Hits, prefetch and speed of the decisions on public traces, against their bounds."""
+    for row in _json("benchmarks.replay", "--json")["rows"]:
+        sign = "<=" if row["bound"] == "max" else ">="
+        bound = "-" if row["limit"] is None else f"{sign} {row['limit']}"
+        yield _row("replay", f"{row['trace']}: {row['check']}", row["value"], bound, ok=row["ok"])
+
+
+def policies() -> Iterator[Row]:
+    """Accesses a second of each eviction policy in a plain cache."""
+    for row in _json("benchmarks.policies", "--json")["rows"]:
+        bound = "-" if row["limit"] is None else f">= {row['limit']:.0f}"
+        yield _row("policies", row["policy"], row["accesses_per_cpu_s"], bound, ok=row["ok"])
+
+
+def prefetch() -> Iterator[Row]:
+    """What each predictor saves on the workload that it is for, and where it turns itself off."""
+    for row in _json("benchmarks.prefetch", "--json")["rows"]:
+        what = f"{row['workload']}: {row['predictor']}, stall against none"
+        yield _row("prefetch", what, row["stall_ratio"], "-", ok=row["ok"])
+
+
+def compression() -> Iterator[Row]:
+    """Blocks that a full tier keeps under rules of compression, and memory left allocatable."""
+    for row in _json("benchmarks.compression", "--json")["rows"]:
+        bound = "-" if row["floor"] is None else f">= {row['floor']}"
+        value = row["value"] if row["ratio"] is None else row["ratio"]
+        yield _row("compression", f"{row['what']}, {row['about']}", value, bound, ok=row["ok"])
+
+
 def stress() -> Iterator[Row]:
     """The stress tests, in full counts."""
     environment = {"TIERKV_SCALE": str(_scale()), **os.environ}
@@ -268,7 +298,8 @@ CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
     check.__name__: check
     for check in (
         *(crash, overhead, sync, ttft, demo),
-        *(faults, nvme, device, datapath, peers, pipeline, stress),
+        *(faults, nvme, device, datapath, peers, pipeline),
+        *(replay, policies, prefetch, compression, stress),
     )
 }
 
@@ -281,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         for name, check in CHECKS.items():
-            print(f"{name:10} {check.__doc__}")
+            print(f"{name:12} {check.__doc__}")
         return 0
     unknown = sorted(set(options.names) - set(CHECKS))
     if unknown:

@@ -196,7 +196,7 @@ def test_acceptance_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_lane_names_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert acceptance.main(["--list"]) == 0
     listed = capsys.readouterr().out
-    for name in ("crash", "faults", "nvme", "device", "datapath", "peers", "pipeline"):
+    for name in ("crash", "faults", "nvme", "device", "datapath", "peers", "pipeline", "replay"):
         assert name in listed
 
 
