@@ -175,6 +175,28 @@ async def test_supervision_restarts_and_backs_off(caplog: pytest.LogCaptureFixtu
     await workers.aclose()
 
 
+async def test_a_loop_that_meets_the_end_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """Closing as a loop is about to start a job: the job is refused, and nothing is logged."""
+    restarted: list[str] = []
+    workers = Workers(on_restart=restarted.append)
+    await workers.start()
+
+    async def loop() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            workers.spawn(asyncio.sleep, 0)
+
+    job = workers.supervise("mine", loop)
+    await asyncio.sleep(0.01)
+    await workers.quiesce()
+    with pytest.raises(ClosedError):
+        await job.wait()
+    assert restarted == []
+    assert "failed and is restarted" not in caplog.text
+    await workers.aclose()
+
+
 async def test_closing_cancels_jobs_but_not_what_closes_things() -> None:
     workers = Workers()
     await workers.start()

@@ -313,7 +313,8 @@ class Workers:
                 await loop_fn()
             except (Exception, asyncio.CancelledError) as error:
                 # a broken loop must come back, whatever broke it: a stray cancellation, too
-                if isinstance(error, asyncio.CancelledError) and self.stopping:
+                # what a loop begins just as the engine closes is refused, and no failure either
+                if isinstance(error, asyncio.CancelledError | ClosedError) and self.stopping:
                     raise
                 _log.exception("background worker %s failed and is restarted", name)
                 if self._on_restart is not None:
