@@ -44,6 +44,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 ROOT = Path(__file__).parent.parent
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+_HF = ("tests/adapters", "adapters/tierkv_adapters/hf")
+# what subclasses vLLM's own classes; everything else of that adapter works without
+_VLLM = ("adapters/tierkv_adapters/vllm/connector.py", "adapters/tierkv_adapters/vllm/tier")
 
 
 def pytest_report_header() -> str:
@@ -53,9 +57,9 @@ def pytest_report_header() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out what imports an optional library; `test_house` has a skip that says so."""
-    if not HAS_TRANSFORMERS:
-        optional = [f"{ROOT}/tests/adapters/*", f"{ROOT}/adapters/*"]
-        config.option.ignore_glob = [*(config.option.ignore_glob or []), *optional]
+    absent = [*(() if HAS_TRANSFORMERS else _HF), *(() if HAS_VLLM else _VLLM)]
+    optional = [glob for path in absent for glob in (f"{ROOT}/{path}", f"{ROOT}/{path}/*")]
+    config.option.ignore_glob = [*(config.option.ignore_glob or []), *optional]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,7 +27,7 @@ import typer
 import tierkv
 from tierkv import config as configuration
 from tierkv import registry
-from tierkv.errors import ConfigError, MissingDependencyError, TierKVError
+from tierkv.errors import ConfigError, MissingDependencyError, TierKVError, TraceError
 from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except TierKVError as error:
         print(f"tierkv: {error}", file=sys.stderr)
-        return 1
+        # a trace that cannot even be opened says nothing about itself: the command is wrong
+        unread = isinstance(error, TraceError) and isinstance(error.__cause__, OSError)
+        return 2 if unread else 1
     except OSError as error:  # e.g. the disk that the output goes to is full
         _log.debug("the command ended with an error of the system", exc_info=True)
         print(f"tierkv: {error}", file=sys.stderr)

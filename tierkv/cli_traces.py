@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -19,13 +20,14 @@ from tierkv.traces import BYTES_PER_TOKEN, FORMATS, Trace, open_trace, write_tra
 from tierkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tierkv.replay import Report
 
 __all__ = ["replay_command", "trace_app"]
 
 SCHEMA_VERSION: Final = 1
+_TELL_EVERY: Final = 1000
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Form = Annotated[
@@ -69,7 +71,8 @@ def _info(
 ) -> None:
     """Tell what is in a trace: how much, of whom, how often again."""
     trace = _open(file, form, block_tokens, bytes_per_token)
-    facts = _facts(trace)
+    with _reading(file, quiet=as_json) as told:
+        facts = _facts(trace, told)
     if as_json:
         _print_json(facts)
         return
@@ -77,7 +80,17 @@ def _info(
         print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
 
 
-def _facts(trace: Trace) -> dict[str, Any]:
+@contextmanager
+def _reading(file: Path, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """How far it is, on stderr, for people at a terminal: a large trace takes minutes."""
+    from rich.console import Console
+
+    console = Console(stderr=True, quiet=quiet)
+    with console.status(f"reading {file.name}") as status:
+        yield lambda done: status.update(f"reading {file.name}: {done:,} requests")
+
+
+def _facts(trace: Trace, told: Callable[[int], None]) -> dict[str, Any]:
     blocks = tokens = outputs = requests = hits = again = 0
     first = last = 0.0
     seen: set[int] = set()
@@ -87,6 +100,8 @@ def _facts(trace: Trace) -> dict[str, Any]:
         first = request.time if not requests else first
         last = request.time
         requests += 1
+        if requests % _TELL_EVERY == 0:
+            told(requests)
         blocks += len(request.keys)
         tokens += request.tokens
         outputs += request.output_tokens
@@ -230,7 +245,13 @@ def replay_command(
         touch_order=touch_order,
         model=CostModel(float(parse_bytes(bandwidth)), prefill, overlap=overlap),
     )
-    trace = _open(file, form, block_tokens, bytes_per_token).loaded()
+    trace = _open(file, form, block_tokens, bytes_per_token)
+    block = trace.header.block_tokens * trace.header.bytes_per_token
+    if 0 in setup.blocks(block):
+        raise ConfigError(
+            f"a tier of {capacity or '0 blocks'} holds no block: one takes {format_bytes(block)}"
+        )
+    trace = trace.loaded()
     rows = _rows(trace, setup, [name.strip() for name in policy.split(",")], gap=gap)
     if as_json:
         _print_json({"trace": trace.header.origin, "rows": rows})

@@ -192,7 +192,8 @@ def sweep_command(
 ) -> None:
     """Replay a trace at many sizes: miss-ratio curves, and the cheapest size that is enough.
 
-    Exits with 1 if --reach-hit or --save-seconds is asked for and nothing reaches it.
+    Exits with 1 if --reach-hit or --save-seconds is asked for and nothing reaches it. Ctrl-C ends
+    it early: what was found is written, and the exit code is 130.
     """
     _check_target("--csv", csv)
     _check_target("--plot", picture)
@@ -220,6 +221,8 @@ def sweep_command(
     wanted = reach_hit > 0 or save_seconds > 0
     best = found.cheapest(hit=reach_hit, saved_s=save_seconds) if wanted else None
     _print_sweep(found, None if best is None else str(best), wanted=wanted, as_json=as_json)
+    if found.interrupted:
+        raise typer.Exit(130)
     if wanted and best is None:
         raise typer.Exit(1)
 

@@ -18,6 +18,7 @@ from tierkv.tuning.plotting import plot
 from tierkv.tuning.sweeping import Point, _Amounts, _Found
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -95,6 +96,23 @@ def test_progress_counts_replays() -> None:
 
 
 # --------------------------------------------------------------------------- samples
+
+
+def test_ctrl_c_keeps_what_was_found() -> None:
+    def stop_at(last: int) -> Callable[[int, int], None]:
+        def told(done: int, total: int) -> None:
+            if done == last:
+                raise KeyboardInterrupt
+
+        return told
+
+    sizes = [{"host": blocks * FRAME} for blocks in (9, 20, 30)]
+    whole = sweep(scans(10), sizes)
+    assert not whole.interrupted
+    found = sweep(scans(10), sizes, progress=stop_at(3))
+    assert found == Sweep(whole.points[:2], interrupted=True)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(scans(10), sizes, progress=stop_at(1))
 
 
 def test_a_block_is_sampled_wherever_it_is_used() -> None:

@@ -62,9 +62,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All points of one sweep, in the order in which they were asked for."""
+    """All points of one sweep, in the order in which they were asked for.
+
+    Attributes:
+        points: The points.
+        interrupted: Whether Ctrl-C ended it before all were there.
+    """
 
     points: tuple[Point, ...]
+    interrupted: bool = False
 
     def cheapest(self, *, hit: float = 0.0, saved_s: float = 0.0) -> Point | None:
         """The point of the least cost that finds so much and saves so much; None: there is none.
@@ -125,6 +131,8 @@ def sweep(
         prices: Price of a GiB of each tier.
         progress: Told how many of how many replays are done.
 
+    Ctrl-C ends it early; what was found by then is returned, and raised on if it is nothing.
+
     Raises:
         ConfigError: if a policy, tier or share does not exist.
     """
@@ -134,30 +142,48 @@ def sweep(
     lens = _Lens.of(trace, sample, base.model)
     wanted = [(policy, dict(tiers)) for policy in policies for tiers in sizes]
     points: list[Point] = []
-    for policy, given in wanted:
-        tiers = {name: size for name, size in given.items() if size}
-        if not tiers:
-            raise ConfigError("a configuration without any tier finds nothing: give it bytes")
-        cost = price_of(tiers, prices)
-        found: list[_Found] = []
-        for part in lens.parts:
-            found.append(lens.look(part, base, policy, tiers))
-            if progress is not None:
-                done = len(points) * len(lens.parts) + len(found)
-                progress(done, len(wanted) * len(lens.parts))
-        hits = [one.token_hit_ratio for one in found]
-        points.append(
-            Point(
-                policy,
-                tiers,
-                sum(hits) / len(hits),
-                sum(one.block_hit_ratio for one in found) / len(found),
-                (max(hits) - min(hits)) / 2,
-                sum(one.saved_s for one in found) / len(found),
-                cost,
-            )
-        )
+
+    def told(done: int) -> None:
+        if progress is not None:
+            progress(len(points) * len(lens.parts) + done, len(wanted) * len(lens.parts))
+
+    try:
+        for policy, given in wanted:
+            points.append(_point(lens, base, policy, given, prices, told))
+    except KeyboardInterrupt:
+        if not points:
+            raise
+        return Sweep(tuple(points), interrupted=True)
     return Sweep(tuple(points))
+
+
+def _point(
+    lens: _Lens,
+    base: Setup,
+    policy: str,
+    given: Mapping[str, int],
+    prices: Mapping[str, float],
+    told: Callable[[int], None],
+) -> Point:
+    """Replay one configuration."""
+    tiers = {name: size for name, size in given.items() if size}
+    if not tiers:
+        raise ConfigError("a configuration without any tier finds nothing: give it bytes")
+    cost = price_of(tiers, prices)
+    found: list[_Found] = []
+    for part in lens.parts:
+        found.append(lens.look(part, base, policy, tiers))
+        told(len(found))
+    hits = [one.token_hit_ratio for one in found]
+    return Point(
+        policy,
+        tiers,
+        sum(hits) / len(hits),
+        sum(one.block_hit_ratio for one in found) / len(found),
+        (max(hits) - min(hits)) / 2,
+        sum(one.saved_s for one in found) / len(found),
+        cost,
+    )
 
 
 class _Lens(NamedTuple):
