@@ -47,7 +47,10 @@ HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 _HF = ("tests/adapters", "adapters/tierkv_adapters/hf")
 # what subclasses vLLM's own classes; everything else of that adapter works without
-_VLLM = ("adapters/tierkv_adapters/vllm/connector.py", "adapters/tierkv_adapters/vllm/tier")
+_VLLM = tuple(
+    f"adapters/tierkv_adapters/vllm/{name}"
+    for name in ("connector.py", "metadata.py", "stats.py", "tier")
+)
 
 
 def pytest_report_header() -> str:
