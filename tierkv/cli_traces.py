@@ -245,13 +245,7 @@ def replay_command(
         touch_order=touch_order,
         model=CostModel(float(parse_bytes(bandwidth)), prefill, overlap=overlap),
     )
-    trace = _open(file, form, block_tokens, bytes_per_token)
-    block = trace.header.block_tokens * trace.header.bytes_per_token
-    if 0 in setup.blocks(block):
-        raise ConfigError(
-            f"a tier of {capacity or '0 blocks'} holds no block: one takes {format_bytes(block)}"
-        )
-    trace = trace.loaded()
+    trace = _loaded(_open(file, form, block_tokens, bytes_per_token), setup)
     rows = _rows(trace, setup, [name.strip() for name in policy.split(",")], gap=gap)
     if as_json:
         _print_json({"trace": trace.header.origin, "rows": rows})
@@ -269,6 +263,14 @@ def _check_options(
         raise ConfigError("--prefetch needs a slower tier to fetch from, e.g. --capacity 8GiB,inf")
     if budget is not None and not predictors:
         raise ConfigError("--prefetch-budget does nothing without --prefetch")
+
+
+def _loaded(trace: Trace, setup: Setup) -> Trace:
+    """The trace in memory, once each tier is known to hold a block of it."""
+    block = trace.header.block_tokens * trace.header.bytes_per_token
+    if 0 in setup.blocks(block):
+        raise ConfigError(f"a tier holds no block: one takes {format_bytes(block)}")
+    return trace.loaded()
 
 
 def _blocks(text: str | None) -> list[int | None] | None:
