@@ -137,6 +137,13 @@ def _check_target(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option}: {str(path)!r} is a directory; name a file")
 
 
+def _check_targets(csv: Path | None, picture: Path | None) -> None:
+    _check_target("--csv", csv)
+    _check_target("--plot", picture)
+    if picture is not None:
+        check_picture(picture)
+
+
 def _check_replaceable(out: Path) -> None:
     """Keep settings that somebody wrote: those of an earlier search may be replaced."""
     try:
@@ -195,10 +202,7 @@ def sweep_command(
     Exits with 1 if --reach-hit or --save-seconds is asked for and nothing reaches it. Ctrl-C ends
     it early: what was found is written, and the exit code is 130.
     """
-    _check_target("--csv", csv)
-    _check_target("--plot", picture)
-    if picture is not None:
-        check_picture(picture)
+    _check_targets(csv, picture)
     policies = _policies(policy)
     tiers = _sizes(tier, "--tier")
     prices = _prices(price, tiers)
