@@ -331,18 +331,29 @@ class KeyChain:
         return shared
 
     def _hash_new(self) -> None:
-        size = self.block_tokens
+        size, first = self.block_tokens, len(self.keys)
+        count = len(self.tokens) // size
+        if first == count:
+            return
         parent = self.keys[-1] if self.keys else self.root
-        for index in range(len(self.keys), len(self.tokens) // size):
-            start = index * size
-            inside = tuple(
-                (m.position - start, m.digest)
-                for m in self._media
-                if start <= m.position < start + size
-            )
-            media = encode_fields(*inside) if inside else b""
-            parent = _block_key(parent, self.tokens[start : start + size].tobytes(), media)
-            self.keys.append(parent)
+        raw = self.tokens[first * size : count * size].tobytes()
+        width = self.tokens.itemsize * size
+        where = {m.position // size for m in self._media}
+        # as :func:`_block_key` for a block without media; this runs once a block of every prompt
+        head, lengths = _BLOCK_TAG, struct.pack("<QQ", width, 0)
+        sha256, append = hashlib.sha256, self.keys.append
+        for index, at in zip(range(first, count), range(0, len(raw), width), strict=True):
+            if index in where:
+                parent = _block_key(parent, raw[at : at + width], self._media_of(index))
+            else:
+                parent = BlockKey(sha256(head + parent + lengths + raw[at : at + width]).digest())
+            append(parent)
+
+    def _media_of(self, index: int) -> bytes:
+        """What a block's key says of the media in it."""
+        start, size = index * self.block_tokens, self.block_tokens
+        inside = ((m.position - start, m.digest) for m in self._media)
+        return encode_fields(*(each for each in inside if 0 <= each[0] < size))
 
     def fork(self) -> KeyChain:
         """Return an independent copy."""
