@@ -13,7 +13,7 @@ import pytest
 
 from tierkv.errors import ClosedError
 from tierkv.testing.cancel import cancel_at_each_step
-from tierkv.workers import Signal, Workers
+from tierkv.workers import Job, Signal, Workers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_thread_leaks", "no_task_leaks")]
 
@@ -91,6 +91,23 @@ async def test_a_job_that_fails_tells_its_waiter_only() -> None:
         await job.wait()
     assert "failed" in repr(job)
     assert await workers.run(lambda: 1) == 1  # the others live on
+    await workers.aclose()
+
+
+async def test_a_job_is_started_out_of_a_plain_callback() -> None:
+    """Where sniffio is installed, anyio alone could not: sniffio knows no loop outside of tasks."""
+    workers, loop = Workers(), asyncio.get_running_loop()
+    await workers.start()
+    started: asyncio.Future[Job[int]] = loop.create_future()
+
+    def called() -> None:
+        try:
+            started.set_result(workers.spawn(workers.run, abs, -3))
+        except Exception as error:  # noqa: BLE001 - the test tells it
+            started.set_exception(error)
+
+    threading.Thread(target=loop.call_soon_threadsafe, args=(called,)).start()
+    assert await (await started).wait() == 3
     await workers.aclose()
 
 

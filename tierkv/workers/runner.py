@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio
 
 from tierkv.errors import ClosedError
+from tierkv.workers.callbacks import loop_known
 from tierkv.workers.lanes import Lane, current_lane, enter_lane
 from tierkv.workers.pools import Pool
 from tierkv.workers.signals import Signal
@@ -253,7 +254,8 @@ class Workers:
             raise ClosedError("the engine is closed")
         job: Job[_T] = Job(name or str(getattr(fn, "__qualname__", "job")))
         try:
-            group.start_soon(self._guard, job, fn, args, lane, name=job.name)
+            with loop_known():
+                group.start_soon(self._guard, job, fn, args, lane, name=job.name)
         except RuntimeError as error:  # its tasks were cancelled from outside
             raise ClosedError("the engine is closed: its tasks were cancelled") from error
         self.tasks_spawned += 1
