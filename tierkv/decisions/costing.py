@@ -102,5 +102,8 @@ class Costed(Recorded):
         return choice
 
     def _look_round(self, now: float) -> None:
-        self._at.readable = self.costs.readable()
+        at, readable = self._at, self.costs.readable()
+        changed, at.readable = readable != at.readable, readable
+        if changed and at.moved is not None:
+            at.moved(None)
         self._at.writable = self.costs.writable(now)

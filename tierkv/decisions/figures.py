@@ -9,7 +9,7 @@ from tierkv.decisions.index import EXACT, NO_ROW
 from tierkv.decisions.types import MissReason, PartState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tierkv.blocks import PartId
     from tierkv.decisions.guarding import Promotions
@@ -77,6 +77,41 @@ class Figures:
     def known(self) -> list[PartId]:
         """Every part that has, gets or is missed as a link between copies. A quick snapshot."""
         return list(self._at.index.rows)
+
+    def watch(self, moved: Callable[[PartId | None], object] | None) -> None:
+        """Tell ``moved`` of each part of which a copy comes or goes; None: nobody any more.
+
+        Called amid a decision: it may only take a note, and look (:meth:`residency`) later. Told
+        None, it has to look at every part: tiers became readable, or ceased to be.
+        """
+        self._at.moved = moved
+
+    def residency(self, parts: Iterable[PartId]) -> list[tuple[PartId, int]]:
+        """Each part, and the tiers, one bit each, with a copy that a lookup may count on now."""
+        index, readable = self._at.index, self._at.readable
+        rows, resident = index.rows, index.resident
+        return [
+            (part, resident[row] & readable if (row := rows.get(part, NO_ROW)) >= 0 else 0)
+            for part in parts
+        ]
+
+    def resident(self, first: int, rows: int) -> tuple[list[tuple[PartId, int]], bool]:
+        """As :meth:`residency`, for all parts in so many rows of the index that have a copy.
+
+        Args:
+            first: Number of the first row.
+            rows: How many rows to look at. A part may move between rows from one call to the
+                next only by leaving and coming back, of which :meth:`watch` tells.
+
+        Returns:
+            What was found, and whether these were the last rows.
+        """
+        index, readable = self._at.index, self._at.readable
+        stop = min(first + rows, index.size)
+        held = enumerate(index.resident[first:stop], first)  # 0 where the row is no part's
+        return [(index.name(row), mask & readable) for row, mask in held if mask], (
+            stop == index.size
+        )
 
     def state(self, part: PartId, now: float) -> PartState:
         """Where a part is, or why it is nowhere. Renews nothing."""

@@ -209,7 +209,7 @@ class Matcher(Reasons):
             index.charge,
         )
         found, rows, strict, lossy = look.found, look.rows, look.strict, query.lossy
-        readable = at.readable
+        readable = at.readable & query.tiers
         pin, touch = at.pin, at.touch if query.touch else None
         until = inf if query.ttl is None else now + query.ttl
         # the root of a chain ends up as the most recent part of it: leaves go first anyway
@@ -293,7 +293,7 @@ class Matcher(Reasons):
         index = self._at.index
         part: PartId = name  # type: ignore[assignment]
         row = index.rows.get(part, NO_ROW)
-        mask = index.resident[row] & self._at.readable if row >= 0 else 0
+        mask = index.resident[row] & self._at.readable & look.query.tiers if row >= 0 else 0
         if mask and not look.query.lossy:
             mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
         if not mask or index.expiry[row] <= now:

@@ -178,6 +178,8 @@ class Placement(Standing):
             self.sync(row)
         if not index.children[tier][row] or self.blocked:
             self.refresh(row)
+        if self.moved is not None:
+            self.moved(part)
 
     def drop(self, row: int, tier: int, reason: EvictReason, now: float) -> Drop | None:
         """Forget a resident copy at once.
@@ -225,6 +227,8 @@ class Placement(Standing):
             self.ledger.discharge(tier, tenant, nbytes)
         if not left and reason is not EvictReason.REPLACED:
             self._depart(row, part, tier, reason, now)
+        if self.moved is not None:
+            self.moved(part)
         self.settle(row)
         return None if deferred else drop
 

@@ -54,6 +54,8 @@ class Standing:
         scores: Importance of the rows that somebody scored.
         rules: Rules of each tier that has more than a policy.
         groups: Layer groups seen.
+        moved: Told of each part of which a copy came or went, and None where tiers became readable
+            or ceased to be; it must only take a note. None (nobody listens) costs nothing.
         step: What the clock of a chain's next block adds in a lookup: -1 touches leaves first.
     """
 
@@ -79,6 +81,7 @@ class Standing:
         "index",
         "leaving",
         "ledger",
+        "moved",
         "partitions",
         "readable",
         "ready",
@@ -129,6 +132,7 @@ class Standing:
         self.watching: dict[int, int] = {}
         self.guards = tuple(Guard(self.watching) for _ in tiers)
         self.scores: dict[int, float] = {}
+        self.moved: Callable[[PartId | None], object] | None = None
         self.step = step
 
     # ------------------------------------------------------------------ policies

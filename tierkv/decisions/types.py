@@ -137,6 +137,7 @@ class Query:
         lease: Whether the parts found are leased until released.
         ahead: Whether another lookup of the same request follows (this one is a prefetch's):
             then admission and hints hear of that one only.
+        tiers: Tiers, one bit each, whose copies will do; -1: any.
     """
 
     keys: tuple[BlockKey, ...]
@@ -148,6 +149,7 @@ class Query:
     touch: bool = True
     lease: bool = True
     ahead: bool = False
+    tiers: int = -1
 
 
 class FoundPart(NamedTuple):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tierkv.blocks import as_token_ids
 from tierkv.config import EngineConfig, load_config
 from tierkv.decisions.types import EvictReason
-from tierkv.engine.lifecycle import Lifecycle
-from tierkv.engine.parts import NOT_OPEN, check_space, traffic
+from tierkv.engine.keeping import Keeping
+from tierkv.engine.parts import NOT_OPEN, traffic
 from tierkv.engine.stats import EngineStats
 from tierkv.errors import ClosedError, ConfigError
 from tierkv.layout import Space
@@ -19,7 +19,7 @@ from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
 from tierkv.session.base import check_fidelity
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
-from tierkv.session.match import HASH_INLINE_TOKENS
+from tierkv.session.leased import HASH_INLINE_TOKENS
 from tierkv.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundSpace", "Engine", "open"]
 
 
-class Engine(Lifecycle):
+class Engine(Keeping):
     """Keeps KV alive in tiers. Make one with :func:`open`.
 
     All methods belong to the event loop on which the engine was opened.
@@ -92,15 +92,6 @@ class Engine(Lifecycle):
         state = self._sessions.ensure(space, tenant, name, salt)
         quota = "session_quota" in self.config.tenants.get(tenant, {})
         return Session(self.runtime, self._sessions, state, ttl=ttl, fidelity=fidelity, quota=quota)
-
-    def _space(self, space: Space | None) -> Space:
-        space = self.default_space if space is None else check_space(space)
-        if space is None:
-            raise ConfigError(
-                "this engine has no space of its own: pass space= to open() or session(), or use "
-                "engine.space(identity, layout).session(...)"
-            )
-        return space
 
     async def prefetch(
         self,
@@ -164,9 +155,15 @@ class Engine(Lifecycle):
         return match_many(requests)
 
     async def load_many(
-        self, requests: Sequence[tuple[Match, View]], *, deadline: float | str | None = None
+        self,
+        requests: Sequence[tuple[Match, View] | tuple[Match, View, int]],
+        *,
+        deadline: float | str | None = None,
     ) -> list[LoadResult]:
-        """Load several open matches together: ``[(match, view), ...]``, one result each."""
+        """Load several open matches together: ``[(match, view), ...]``, one result each.
+
+        ``(match, view, start)`` loads from a token on; see :meth:`tierkv.session.Match.load`.
+        """
         return await load_many(self.runtime, requests, deadline)
 
     async def store_many(self, requests: Sequence[StoreRequest]) -> list[StoreResult]:

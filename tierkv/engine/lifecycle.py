@@ -14,11 +14,12 @@ from tierkv.buffers import Staging
 from tierkv.config import later_rules
 from tierkv.engine.compose import describe, make_decisions, make_levels, open_level
 from tierkv.engine.log import LogFile
-from tierkv.engine.parts import Parts
+from tierkv.engine.parts import NOT_OPEN, Parts
 from tierkv.engine.pinning import Pinning
 from tierkv.engine.predicting import make_prefetcher
 from tierkv.engine.stats import CloseReport
 from tierkv.engine.tracing import TraceFile
+from tierkv.engine.watching import Watching
 from tierkv.errors import BackendError, ClosedError
 from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
@@ -26,6 +27,7 @@ from tierkv.mover.core import Core
 from tierkv.mover.fetch import Fetcher
 from tierkv.mover.probing import probe
 from tierkv.mover.tuning import Tuner
+from tierkv.prefetch import Holder
 from tierkv.session import SessionTable
 from tierkv.session.table import Runtime
 from tierkv.workers import Lane, Signal, Workers
@@ -82,6 +84,8 @@ class Lifecycle(Parts):
         self._report: CloseReport | None = None
         self._closing: Signal | None = None
         self._pinning: Pinning | None = None
+        self._watching: Watching | None = None
+        self._holder: Holder | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __del__(self) -> None:
@@ -146,12 +150,23 @@ class Lifecycle(Parts):
         recorder = self._trace_file.recorder if self._trace_file is not None else None
         self._runtime = Runtime(core, fetcher, behind, prefetcher, self.config.busy, recorder)
         self._table = SessionTable(core)
+        self._watching, self._holder = Watching(core), Holder(core, prefetcher)
         if self.config.metrics_port is not None:
             self._server = serve(self.metrics.registry, self.config.metrics_port)
         self._tuner = Tuner(core, self.config.threads)
         self._pinning = Pinning(core)
         self.workers.supervise(_LOOPS[0], behind.run, Lane.BACKGROUND)
         self.workers.supervise(_LOOPS[1], self._housekeeping)
+
+    def _keepers(self) -> tuple[Watching, Holder]:
+        """Who tells of parts, and who keeps them.
+
+        Raises:
+            ClosedError: if the engine was not opened.
+        """
+        if self._watching is None or self._holder is None:
+            raise ClosedError(NOT_OPEN)
+        return self._watching, self._holder
 
     async def _housekeeping(self) -> None:
         pause = float(self.config.tick)
@@ -203,6 +218,8 @@ class Lifecycle(Parts):
         self._closing = Signal()
         core, behind = self._core, self.runtime.behind
         core.closing.set()
+        for keeper in self._keepers():
+            keeper.close()
         try:
             if self.workers.running:
                 await self.workers.outlast(self._drain, core, behind)

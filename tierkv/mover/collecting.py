@@ -32,7 +32,7 @@ def collect(core: Core, window: Sequence[Step], reached: dict[int, int]) -> list
     ready: list[Ready] = []
     for step in window:
         name = id(step.plan)
-        if step.block != reached.get(name, 0):
+        if step.block != reached.get(name, step.plan.first):
             continue  # never past a gap
         if step.flights or step.held or step.places:
             parts = _arrived(core, step) or []

@@ -182,6 +182,7 @@ class Departures:
         for tier, pairs in placed.items():
             job = InPlace(core, core.levels[tier], [place for _, place in pairs])
             for step, place in pairs:
+                step.plan.progress.spilled = True
                 step.places[place.found.part] = (job, place)
 
     def _join(self, cold: Sequence[tuple[Step, FoundPart]], *, apart: bool = False) -> None:

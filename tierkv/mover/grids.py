@@ -111,6 +111,7 @@ class Grid:
     def __init__(self, found: MemoryMap, sections: Sequence[Section]) -> None:
         self.tokens = found.tokens
         self.units = sections[0].shape[1] // found.tokens
+        self._layer = sections[0].layer  # all of them are of one group
         # not `found` itself, which keeps this: a cycle would keep the caller's memory
         self._tensors = found.tensors
         self.shared = False
@@ -228,7 +229,7 @@ class Grid:
         """
         units = np.arange(self.units, dtype=np.int64) * self.tokens
         first = np.array(starts, np.int64)[:, None] + units
-        pages, lows = view.locate(first.ravel(), self.tokens)
+        pages, lows = view.locate_in(self._layer, first.ravel(), self.tokens)
         found = [pages * page + lows * token for page, token in self._steps]
         return np.array(found, np.int64).reshape(len(found), len(starts), self.units)
 

@@ -253,6 +253,7 @@ class Landing:
                     examine(part, plan.space, plan.root)
             except CodecError:
                 item.bad = part
+                plan.progress.spilled |= here
                 return False
             assert part.header is not None
             if flight is not None:
@@ -271,6 +272,7 @@ class Landing:
                 write(Order([part], item.step.start), item.step.plan.view)
             except CodecError:
                 item.bad = part
+                item.step.plan.progress.spilled = True  # by the parts before it
                 return False
         return True
 
@@ -284,6 +286,7 @@ class Landing:
         for number, item in enumerate(items):
             item.bad = bad.get(number)
             if item.bad is not None:
+                plan.progress.spilled = True  # by those behind it
                 break
             item.done = True
 
@@ -315,6 +318,7 @@ class Landing:
             progress = plan.progress
             if self._broken and id(plan) in self._broken:
                 stop(plan, MissReason.FAILED)
+                progress.spilled = True
                 continue
             if not item.done or step.block != progress.blocks:
                 continue

@@ -50,16 +50,19 @@ class Progress:
     """How far a load got. Holds no memory of the caller, so that it may be kept.
 
     Attributes:
-        blocks: Leading blocks that are in place.
+        blocks: Leading blocks that are in place, those that were there before included.
         by_tier: Tokens in place by tier (the slowest one among a block's parts).
         derived: How the loaded KV differs from exact KV; empty if it is exact.
         reason: Why it stopped early; None if it did not.
+        spilled: Whether memory of the view may have been written for a block that is not in
+            place: harmless behind the last token, not where a recurrent state was.
     """
 
     blocks: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
     derived: str = ""
     reason: MissReason | None = None
+    spilled: bool = False
 
 
 @dataclass(slots=True)
@@ -70,9 +73,10 @@ class LoadPlan:
         space: Space of the blocks.
         root: Root of the key chain.
         keys: Keys of the blocks of the prefix.
-        found: The lookup result.
+        found: The lookup result, without parts of blocks before ``first``.
         lease: The lease on its parts.
         view: Where the KV goes.
+        first: First block to load: those before it are in place already.
         progress: How far it got.
         target: The view and its device; set by :meth:`aim`.
         in_place: Whether reads may go straight into the view; None: not found out yet.
@@ -84,12 +88,14 @@ class LoadPlan:
     found: Found
     lease: Lease
     view: View
+    first: int = 0
     progress: Progress = field(default_factory=Progress)
     target: Target = field(init=False)
     in_place: bool | None = None
 
     def __post_init__(self) -> None:
         self.target = Target(self.view)
+        self.progress.blocks = self.first
 
     def aim(self, core: Core) -> None:
         """Find the view's device; on the caller's thread, whose work so far comes first.

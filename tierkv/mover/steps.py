@@ -77,7 +77,7 @@ class Ready:
 
 
 def steps(plans: Sequence[LoadPlan], *, near: bool = False) -> Iterator[Step]:
-    """Each block of each plan, in order.
+    """Each block to load of each plan, in order.
 
     Args:
         plans: The loads.
@@ -88,7 +88,7 @@ def steps(plans: Sequence[LoadPlan], *, near: bool = False) -> Iterator[Step]:
     for plan in plans:
         parts = iter(plan.found.parts)
         ahead = next(parts, None)
-        for block in range(plan.found.blocks):
+        for block in range(plan.first, plan.found.blocks):
             mine = []
             while ahead is not None and ahead.block == block:
                 mine.append(ahead)

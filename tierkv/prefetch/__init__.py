@@ -10,5 +10,6 @@ write-behind.
 from __future__ import annotations
 
 from tierkv.prefetch.hearing import Prefetcher, SessionLike, prefix_query, session_number
+from tierkv.prefetch.holding import Hold, Holder
 
-__all__ = ["Prefetcher", "SessionLike", "prefix_query", "session_number"]
+__all__ = ["Hold", "Holder", "Prefetcher", "SessionLike", "prefix_query", "session_number"]

@@ -59,7 +59,15 @@ class Carrier:
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._share = max(min(core.window_bytes, _WINDOW_BYTES) // _AT_ONCE, 1)
 
-    def spawn(self, space: Space, root: BlockKey, query: Query, plan: Plan | None) -> Job[int]:
+    def spawn(
+        self,
+        space: Space,
+        root: BlockKey,
+        query: Query,
+        plan: Plan | None,
+        *,
+        memory: bool = False,
+    ) -> Job[int]:
         """Start one; the job's result counts the parts that were moved.
 
         Args:
@@ -67,17 +75,21 @@ class Carrier:
             root: Root of its key chain.
             query: How it is looked up.
             plan: Whose books it is for; finished at the end of the job. None: nobody's.
+            memory: Whether to bring it into a memory tier, whichever tier is the fastest, and to
+                see to what others are reading there already, too.
 
         Raises:
             ClosedError: if the engine is closed; the plan is the caller's then.
         """
         job = self._core.workers.spawn(
-            self._run, space, root, query, plan, name="prefetch", lane=Lane.PREFETCH
+            self._run, space, root, query, plan, memory, name="prefetch", lane=Lane.PREFETCH
         )
         self.open += 1
         return job
 
-    async def _run(self, space: Space, root: BlockKey, query: Query, plan: Plan | None) -> int:
+    async def _run(
+        self, space: Space, root: BlockKey, query: Query, plan: Plan | None, memory: bool
+    ) -> int:
         core = self._core
         start = core.clock()
         try:
@@ -85,7 +97,7 @@ class Carrier:
                 return 0  # there is no faster place to bring it to, or too much to bring already
             core.spaces.setdefault(space.fingerprint, space)
             async with self._slots:
-                moved = await self._bring(space, root, query, plan)
+                moved = await self._bring(space, root, query, plan, memory)
         finally:
             self.open -= 1
             if plan is not None:
@@ -95,17 +107,23 @@ class Carrier:
         )
         return moved
 
-    async def _bring(self, space: Space, root: BlockKey, query: Query, plan: Plan | None) -> int:
+    async def _bring(
+        self, space: Space, root: BlockKey, query: Query, plan: Plan | None, memory: bool
+    ) -> int:
         core = self._core
         found = await find(core, query)
         lease = Lease(core, found.lease)
         moved = 0
         try:
-            # what a load reads already comes by itself, and owes nothing to a prefetch
-            cold = [p for p in found.parts if p.tier > 0 and not self._fetcher.flying(p)]
+            if memory:
+                cold = [p for p in found.parts if core.levels[p.tier].memory is None]
+            else:
+                # what a load reads already comes by itself, and owes nothing to a prefetch
+                cold = [p for p in found.parts if p.tier > 0 and not self._fetcher.flying(p)]
             for window in _windows(cold, self._share):
                 parts, spent = self._granted(plan, window)
-                there = await self._move([_wanted(p, space, root, query.keys) for p in parts])
+                wanted = [_wanted(p, space, root, query.keys) for p in parts]
+                there = await self._move(wanted, memory)
                 moved += there
                 if spent:
                     break
@@ -121,12 +139,12 @@ class Carrier:
         numbers = self.books.grant(plan, asked, self._core.clock())
         return [window[n] for n in numbers], not self.books.out(window[-1].part)
 
-    async def _move(self, wanted: Sequence[Wanted]) -> int:
+    async def _move(self, wanted: Sequence[Wanted], memory: bool) -> int:
         """Bring parts of one tier up, and write down what became of each; how many arrived."""
         if not wanted:
             return 0
         left = list(wanted)
-        if self._core.levels[0].memory is None:
+        if self._core.levels[0].memory is None and not memory:
             left = await self._to_first(left)
         missing = await self._to_memory(left)
         failed = dict.fromkeys(want.found.part for want in missing)  # in an order that is logged

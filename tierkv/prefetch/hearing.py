@@ -235,13 +235,21 @@ class Prefetcher:
                     self._perform(further, touch=further.asked)
         return job
 
-    def start(self, space: Space, root: BlockKey, query: Query) -> Job[int]:
+    def start(
+        self, space: Space, root: BlockKey, query: Query, *, memory: bool = False
+    ) -> Job[int]:
         """Bring the parts of a prefix into the fastest tier, for no predictor's sake.
+
+        Args:
+            space: Space of the prefix.
+            root: Root of its key chain.
+            query: How it is looked up.
+            memory: Whether to bring it into a memory tier instead, where that is another.
 
         Raises:
             ClosedError: if the engine is closed.
         """
-        return self._carrier.spawn(space, root, query, None)
+        return self._carrier.spawn(space, root, query, None, memory=memory)
 
     def _perform(self, plan: Plan, *, touch: bool) -> None:
         home = self._homes.get(plan.keys[0])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tierkv.layout import Space
     from tierkv.mover.load import Progress
-    from tierkv.session.match import Match
+    from tierkv.session.leased import LeasedPrefix
     from tierkv.session.table import Runtime, SessionState, SessionTable
 
 __all__ = ["Handle", "check_fidelity"]
@@ -60,7 +60,7 @@ class Handle:
         self.lossy = check_fidelity(fidelity) == "lossy"
         self.quota = quota
         self.lineage: list[Progress] = []
-        self.matches: set[Match] = set()
+        self.matches: set[LeasedPrefix] = set()
         self._table = table
         self._ttl = None if ttl is None else parse_duration(ttl)
         self._open = False

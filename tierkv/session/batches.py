@@ -12,7 +12,8 @@ from tierkv.errors import LayoutError, SessionBusyError
 from tierkv.mover.load import load
 from tierkv.mover.store import store
 from tierkv.session.base import Handle
-from tierkv.session.match import Match, follow
+from tierkv.session.leased import follow
+from tierkv.session.match import Match
 from tierkv.session.saving import finish_store, plan_store, replan_store, source_of
 from tierkv.units import parse_duration
 
@@ -45,6 +46,9 @@ class StoreRequest(NamedTuple):
     ready: Event | None = None
 
 
+_STORES = range(3, len(StoreRequest._fields) + 1)
+
+
 def _in_order(sessions: Sequence[Session]) -> list[int]:
     """Numbers of the sessions in the one order in which batches take their turns.
 
@@ -72,7 +76,7 @@ async def match_many(
     Raises:
         SessionBusyError: if a session occurs twice.
     """
-    pairs = _checked(requests, 2, "match_many takes pairs (session, token_ids)")
+    pairs = _checked(requests, (2,), "match_many takes pairs (session, token_ids)")
     for session, _ in pairs:
         _of(Handle, session, "a session")
     matches = [session.match(token_ids) for session, token_ids in pairs]
@@ -84,23 +88,30 @@ async def match_many(
 
 async def load_many(
     runtime: Runtime,
-    requests: Sequence[tuple[Match, View]],
+    requests: Sequence[tuple[Match, View] | tuple[Match, View, int]],
     deadline: float | str | None = None,
 ) -> list[LoadResult]:
-    """Load several open matches together; see :meth:`tierkv.session.Match.load`."""
+    """Load several open matches together; see :meth:`tierkv.session.Match.load`.
+
+    Args:
+        runtime: Of the engine.
+        requests: A match and a view each, and the token to start at if it is not 0.
+        deadline: Seconds (or text) after which no further block is waited for.
+    """
     core = runtime.core
     start = core.clock()
     until = None if deadline is None else start + parse_duration(deadline)
-    pairs = _checked(requests, 2, "load_many takes pairs (match, view)")
-    for match, _ in pairs:
+    asked = _checked(requests, (2, 3), "load_many takes (match, view) or (match, view, start)")
+    for match, *_ in asked:
         _of(Match, match, "an open match")
-    if until is not None:
-        for match, _ in pairs:
-            await match.weigh(until)
-    plans = [match.plan(into) for match, into in pairs]
+    firsts = [await match.begin(start[0] if start else 0, until) for match, _, *start in asked]
+    plans = [
+        match.plan(into, first=first)  # no await from here to the load, which keeps the leases
+        for (match, into, *_), first in zip(asked, firsts, strict=True)
+    ]
     await load(core, runtime.fetcher, plans, until)
     results = []
-    for (match, _), plan in zip(pairs, plans, strict=True):
+    for (match, *_), plan in zip(asked, plans, strict=True):
         done = await match.replan(plan, until)
         match.observe_load(done, core.clock() - start)
         results.append(match.result(done))
@@ -120,7 +131,9 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
     start = core.clock()
     requests = [
         StoreRequest(*request)
-        for request in _checked(requests, None, "store_many takes StoreRequest(session, ids, kv)")
+        for request in _checked(
+            requests, _STORES, "store_many takes StoreRequest(session, ids, kv)"
+        )
     ]
     requests = [checked(request) for request in requests]
     sources = [source_of(core, request.kv, request.ready) for request in requests]
@@ -147,13 +160,13 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
     return results
 
 
-def _checked(requests: Sequence[Any], length: int | None, usage: str) -> list[Any]:
+def _checked(requests: Sequence[Any], lengths: Sequence[int], usage: str) -> list[Any]:
     """The requests of a batch, if they look like ones."""
     if not isinstance(requests, list | tuple):
         raise LayoutError(f"{usage}, in a list; not {type(requests).__name__}")
     for request in requests:
         size = len(request) if isinstance(request, tuple | list) else 0
-        if size != length and not (length is None and 3 <= size <= len(StoreRequest._fields)):
+        if size not in lengths:
             raise LayoutError(f"{usage}, not {request!r:.80}")
     return list(requests)
 

@@ -10,7 +10,8 @@ from tierkv.session.base import Handle
 from tierkv.session.batches import StoreRequest, store_many
 from tierkv.session.explaining import BlockReport, explain, explain_in_slices
 from tierkv.session.layerwise import LayerStore
-from tierkv.session.match import Match, make_query
+from tierkv.session.leased import make_query
+from tierkv.session.match import Match
 from tierkv.session.nowait import get_nowait
 
 if TYPE_CHECKING:

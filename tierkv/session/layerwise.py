@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tierkv.errors import ClosedError, LayoutError, StoreIncomplete
 from tierkv.mover.layering import Layering
 from tierkv.session.batches import StoreRequest, checked, store_again
-from tierkv.session.match import follow
+from tierkv.session.leased import follow
 from tierkv.session.saving import finish_store, plan_store, source_of
 
 if TYPE_CHECKING:

@@ -182,7 +182,7 @@ def _saving(
         space=state.space,
         root=state.root,
         view=source.view,
-        parts=_parts(session, keys, total, first, tail),
+        parts=_parts(session, source.view, keys, total, first, tail),
         tenant=state.tenant,
         session=state.id,
         session_parts=tuple(state.parts()) if session.quota else (),
@@ -201,14 +201,20 @@ def _bytes_of(space: Space, blocks: int) -> int:
 
 
 def _parts(
-    session: Session, keys: Sequence[BlockKey], total: int, first: int, tail: Tail | None
+    session: Session,
+    view: View,
+    keys: Sequence[BlockKey],
+    total: int,
+    first: int,
+    tail: Tail | None,
 ) -> Iterator[NewPart]:
     size = session.state.space.block_tokens
     for block in range(first, len(keys)):
-        yield from _block_parts(session, keys, block, keys[block], size, total)
+        yield from _block_parts(session, view, keys, block, keys[block], size, total)
     if tail is not None:
         rest = total - len(keys) * size
-        yield from _block_parts(session, keys, len(keys), tail.key, rest, total, private=True)
+        key, block = tail.key, len(keys)
+        yield from _block_parts(session, view, keys, block, key, rest, total, private=True)
 
 
 async def replan_store(session: Session, saving: Saving) -> Saving | None:
@@ -232,6 +238,7 @@ async def replan_store(session: Session, saving: Saving) -> Saving | None:
 
 def _block_parts(
     session: Session,
+    view: View,
     keys: Sequence[BlockKey],
     block: int,
     key: BlockKey,
@@ -248,6 +255,11 @@ def _block_parts(
         parent_key = keys[block - 1] if block else None
         if group.kind is GroupKind.STATE and block * size + tokens != total:
             continue  # the view holds the state after the last token only
+        start = block * size
+        if group.kind not in _STRICT and not view.backs(
+            group.layers[0].index, start, start + tokens
+        ):
+            continue  # a page that slid out of the window, say: gone from the caller's memory
         if group.kind not in _STRICT:
             parent_key = None  # windows and snapshots are of use without what came before
         if aging and not private:

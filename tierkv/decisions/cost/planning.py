@@ -56,24 +56,28 @@ class LoadChoice:
     rule: str = ""
 
 
-def profile(found: Found, block_tokens: int, near: Collection[int]) -> tuple[Run, ...]:
+def profile(
+    found: Found, block_tokens: int, near: Collection[int], first: int = 0
+) -> tuple[Run, ...]:
     """What a prefix needs, in at most 256 runs of equal blocks (or of as many blocks).
 
     Args:
         found: The prefix.
         block_tokens: Tokens of a full block.
         near: Tiers in memory, from which loading is taken to cost nothing.
+        first: First block that is loaded; the prefix has no parts of blocks before it.
     """
-    step = -(-found.blocks // _RUNS) if found.blocks > _RUNS else 1
-    needs: list[dict[int, int]] = [{} for _ in range(-(-found.blocks // step))]
+    total = max(found.blocks - first, 0)
+    step = -(-total // _RUNS) if total > _RUNS else 1
+    needs: list[dict[int, int]] = [{} for _ in range(-(-total // step))]
     for part in found.parts:
         if part.tier not in near:
-            need = needs[part.block // step]
+            need = needs[(part.block - first) // step]
             need[part.tier] = need.get(part.tier, 0) + part.nbytes
     runs: list[Run] = []
-    left = found.tokens
+    left = found.tokens - first * block_tokens
     for number, need in enumerate(needs):
-        blocks = min(step, found.blocks - number * step)
+        blocks = min(step, total - number * step)
         tokens = min(blocks * block_tokens, left)
         left -= tokens
         load = tuple(sorted(need.items()))
