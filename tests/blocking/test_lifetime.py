@@ -335,7 +335,7 @@ def test_an_interrupted_load_leaves_nothing_behind(no_thread_leaks: None) -> Non
 def test_a_call_that_resists_its_interrupt_is_given_up(
     manager: CacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tierkv.blocking.portal._ABSORB_S", 0.2)
+    monkeypatch.setattr("tierkv.blocking.carrying._ABSORB_S", 0.2)
     entered, free = threading.Event(), threading.Event()
 
     async def stubborn() -> None:

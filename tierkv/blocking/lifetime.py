@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
+    from tierkv.blocking.calls import Pending
     from tierkv.engine import CloseReport, Engine
 
 __all__ = ["Lifetime"]
@@ -84,3 +85,31 @@ class Lifetime:
             TierKVError: if called on the engine's own loop, which would wait for itself.
         """
         return self._loop.call(fn, *args)
+
+    def submit(
+        self,
+        fn: Callable[..., Awaitable[_T]],
+        *args: Any,
+        done: Callable[[Pending[_T]], object] | None = None,
+    ) -> Pending[_T]:
+        """Start ``await fn(*args)`` on the engine's loop, and return at once.
+
+        For callers that may not wait, such as the step of a serving engine. Any thread may call
+        it; what one thread submits begins in that order. The work sees the context of the caller
+        (:meth:`use_session`).
+
+        Args:
+            fn: What to run, with the engine's methods.
+            *args: Its arguments.
+            done: Called on the loop's thread, once, when the work has ended in whatever way, also
+                when the manager is closed under it. It must not block; what it raises is logged.
+
+        Returns:
+            The work under way: ask it whether it has ended, wait for it, or cancel it.
+
+        Raises:
+            ClosedError: if the manager is not open; ``done`` is not called then.
+
+        Interruption: work whose submission is interrupted is cancelled.
+        """
+        return self._loop.submit(fn, *args, done=done)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tierkv.blocking.sessions import NamedSessions
+from tierkv.blocking.control import Control
 from tierkv.chains import parse_chains
 from tierkv.config import engine_chains, load_config
 from tierkv.engine import Engine
-from tierkv.errors import ClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.abc import Backend, Observer, View
-    from tierkv.engine import EngineStats
     from tierkv.layout import Space
-    from tierkv.session import BlockReport, FlushResult, LoadResult, StoreResult
+    from tierkv.session import LoadResult, StoreResult
 
 __all__ = ["CacheManager"]
 
 
-class CacheManager(NamedSessions):
+class CacheManager(Control):
     """An engine for synchronous callers: ``with CacheManager(tiers=[...]) as manager``.
 
     Thread-safe; no lock is held while bytes move. A forked child needs a manager of its own.
@@ -82,7 +80,9 @@ class CacheManager(NamedSessions):
         Raises:
             ConfigError: if there is no such session, or no space to work in.
             LayoutError: if the view does not fit the layout.
+            ClosedError: if the manager is not open, or was handed over.
         """
+        self._check_here()
         return self.call(
             self._load, self._named(session), self.space(space), token_ids, into, deadline
         )
@@ -122,7 +122,9 @@ class CacheManager(NamedSessions):
         Raises:
             ConfigError: if there is no such session, or no space to work in.
             LayoutError: if the view does not fit the layout, or does not hold these tokens.
+            ClosedError: if the manager is not open, or was handed over.
         """
+        self._check_here()
         return self.call(
             self._store, self._named(session), self.space(space), token_ids, kv, start, tail
         )
@@ -138,102 +140,3 @@ class CacheManager(NamedSessions):
     ) -> StoreResult:
         async with self.handle(name, space) as session:
             return await session.store(token_ids, kv, start, tail=tail)
-
-    def hint(
-        self,
-        *,
-        next_in: float | str | None = None,
-        stop_reason: str | None = None,
-        session: str | None = None,
-        space: Space | None = None,
-    ) -> None:
-        """Tell when a session will be back; see :meth:`tierkv.session.Session.hint`.
-
-        Args:
-            next_in: Seconds (or text such as ``"2m"``) until its next turn, as far as expected.
-            stop_reason: Why its turn ended: ``"tool_use"``, ``"end_turn"``, or any short text.
-            session: Session it is about; None takes the current one.
-            space: Space to work in; None takes the only one bound.
-
-        Raises:
-            ConfigError: if neither is given or one makes no sense, there is no such session, or
-                no space to work in.
-        """
-        self.call(self._hint, self._named(session), self.space(space), next_in, stop_reason)
-
-    async def _hint(
-        self, name: str, space: Space, next_in: float | str | None, stop_reason: str | None
-    ) -> None:
-        async with self.handle(name, space) as session:
-            session.hint(next_in=next_in, stop_reason=stop_reason)
-
-    # ------------------------------------------------------------------ the whole
-
-    @property
-    def metrics_port(self) -> int | None:
-        """Loopback port on which ``/metrics`` is served; None if it is not.
-
-        Raises:
-            ClosedError: if the manager is not open.
-        """
-        return self.engine.metrics_port
-
-    def stats(self) -> EngineStats:
-        """Snapshot of the engine; ``sessions`` counts those created and not destroyed."""
-        return self.call(self._stats)
-
-    async def _stats(self) -> EngineStats:
-        self._bury()
-        return dataclasses.replace(self.engine.stats(), sessions=len(self._names))
-
-    def health(self) -> dict[str, str]:
-        """State in words: ``"status"``, and how bytes travel in each tier. Works when closed."""
-        try:
-            tiers = self.stats().tiers
-        except ClosedError:
-            return {"status": "closed"}
-        return {"status": "open", **{name: tier.mode for name, tier in tiers.items()}}
-
-    def flush(self) -> FlushResult:
-        """Wait for the copies under way and make everything durable that can be.
-
-        Raises:
-            BackendError: if a durable tier refuses to sync.
-        """
-        return self.call(self.engine.flush)
-
-    def reset(self) -> int:
-        """Clear every session and forget every block nobody is reading; return how many copies."""
-        return self.call(self._reset)
-
-    async def _reset(self) -> int:
-        self._bury()
-        return await self.engine.reset()
-
-    def explain(
-        self,
-        token_ids: Sequence[int],
-        *,
-        session: str | None = None,
-        space: Space | None = None,
-    ) -> list[BlockReport]:
-        """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing.
-
-        Args:
-            token_ids: The prompt.
-            session: As which session to look (tenant, salt, fidelity, private tail); None takes
-                the current one, or looks for the default tenant if none is current.
-            space: Space to work in; None takes the only one bound.
-
-        Raises:
-            ConfigError: if there is no such session, or no space to work in.
-        """
-        name = session if session is not None else self.current_session()
-        return self.call(self._explain, token_ids, name, self.space(space))
-
-    async def _explain(
-        self, token_ids: Sequence[int], name: str | None, space: Space
-    ) -> list[BlockReport]:
-        if name is None:
-            return self.engine.explain(token_ids, space, fidelity=self._fidelity)
-        return self.handle(name, space).explain(token_ids)

@@ -22,7 +22,7 @@ __all__ = ["CurrentSession", "SessionEntry", "SessionNames"]
 _T = TypeVar("_T")
 # one variable for all managers: contexts keep their variables alive for ever
 _CURRENT: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("tierkv-sessions", default=())
-_serial = itertools.count()
+_serial = itertools.count(1)
 
 
 class CurrentSession:
@@ -60,8 +60,12 @@ class SessionEntry:
     tenant: str
     ttl: float | None
     fidelity: str
-    salt: bytes
+    salt: bytes = field(repr=False)
     spaces: dict[bytes, Space] = field(default_factory=dict)
+
+    def facts(self) -> tuple[object, ...]:
+        """What it was created with."""
+        return self.name, self.tenant, self.ttl, self.fidelity, self.salt
 
 
 class SessionNames:
@@ -74,6 +78,7 @@ class SessionNames:
 
     def __init__(self) -> None:
         self._known: dict[str, SessionEntry] = {}
+        self._epochs: dict[str, int] = {}
         self._marked: SimpleQueue[str] = SimpleQueue()
         self._dead: SimpleQueue[SessionEntry] = SimpleQueue()
         self._guard = threading.RLock()
@@ -81,19 +86,32 @@ class SessionNames:
     def __len__(self) -> int:
         return len(self.all())
 
-    def add(self, entry: SessionEntry) -> None:
-        """Add a session.
+    def __contains__(self, name: object) -> bool:
+        with self._guard:
+            self._sweep()
+            return name in self._known
+
+    def add(self, entry: SessionEntry, *, adopt: bool = False) -> None:
+        """Add a session; one that is there and was opened alike may be welcome.
 
         Raises:
             ConfigError: if the name is taken.
         """
         with self._guard:
             self._sweep()
-            if entry.name in self._known:
+            known = self._known.get(entry.name)
+            if known is None:
+                self._known[entry.name] = entry
+                self._epochs[entry.name] = next(_serial)
+            elif not adopt:
                 raise ConfigError(
                     f"session {entry.name!r} exists; destroy it first, or use another name"
                 )
-            self._known[entry.name] = entry
+            elif known.facts() != entry.facts():
+                raise ConfigError(
+                    f"session {entry.name!r} exists with another tenant, ttl, fidelity or salt; "
+                    "destroy it first, or use another name"
+                )
 
     def get(self, name: str) -> SessionEntry:
         """The session of this name.
@@ -114,6 +132,20 @@ class SessionNames:
             self._sweep()
             return list(self._known.values())
 
+    def epoch(self, name: str) -> int:
+        """Changes when a session of this name begins anew; 0 for one that is not known here."""
+        with self._guard:
+            self._sweep()
+            return self._epochs.get(name, 0)
+
+    def renew(self, *names: str) -> None:
+        """Note that these sessions began anew: their history was dropped."""
+        with self._guard:
+            self._sweep()
+            for name in names:
+                if name in self._epochs:
+                    self._epochs[name] = next(_serial)
+
     def mark(self, name: str) -> None:
         """Note that a session is gone. Never raises, never waits, reentrant."""
         self._marked.put(name)
@@ -128,6 +160,7 @@ class SessionNames:
         # under the guard: else a name taken off the queue could still be known to the next call
         for name in _drained(self._marked):
             entry = self._known.pop(name, None)
+            self._epochs.pop(name, None)
             if entry is not None:
                 self._dead.put(entry)
 

@@ -15,6 +15,7 @@ from tierkv.units import parse_duration
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from tierkv.blocking.elsewhere import Elsewhere
     from tierkv.engine import Engine
     from tierkv.layout import Space
     from tierkv.session import Session
@@ -33,11 +34,14 @@ class NamedSessions(Lifetime):
         self._spaces: dict[bytes, Space] = {}
         self._names = SessionNames()
         self._current = CurrentSession()
+        self._there: Elsewhere | None = None  # the engine that this manager was handed over to
         if space is not None:
             self.bind(space)
 
     def __repr__(self) -> str:
         state = "open" if self._loop.is_open() else "closed"
+        if self._there is not None:
+            state = f"handed over to {self._there.where}"
         return f"<{type(self).__name__} {self.config.name}: {state}, {len(self._names)} sessions>"
 
     # ------------------------------------------------------------------ spaces
@@ -46,12 +50,20 @@ class NamedSessions(Lifetime):
         """Make a space known; adapters do it when they attach. Idempotent."""
         self._spaces.setdefault(space.fingerprint, space)
 
-    def space(self, wanted: Space | None = None) -> Space:
+    def space(self, wanted: Space | bytes | None = None) -> Space:
         """The space to work in: the one named, or the only one bound.
 
+        Args:
+            wanted: A space, or the fingerprint of one that is bound.
+
         Raises:
-            ConfigError: if none was bound, or several were and none is named.
+            ConfigError: if none was bound, or several were and none is named, or none that is
+                bound has this fingerprint.
         """
+        if isinstance(wanted, bytes):
+            if (found := self._spaces.get(wanted)) is None:
+                raise ConfigError(f"no space {wanted.hex():.16}... is bound to this manager")
+            return found
         if wanted is not None:
             return wanted
         bound = list(self._spaces.values())
@@ -70,6 +82,7 @@ class NamedSessions(Lifetime):
         ttl: float | str | None = None,
         fidelity: str | None = None,
         salt: bytes = b"",
+        adopt: bool = False,
     ) -> str:
         """Name a new session and return its name.
 
@@ -80,6 +93,8 @@ class NamedSessions(Lifetime):
             fidelity: ``"exact"`` or ``"lossy"``; None takes ``"lossy"`` if this manager was
                 configured with lossy compression, else ``"exact"``.
             salt: Further secret that blocks must share to be reused.
+            adopt: Whether a session of this name that exists is taken as it is, if it was created
+                with the same arguments.
 
         Raises:
             ConfigError: if the name is taken, or an argument is malformed.
@@ -95,8 +110,46 @@ class NamedSessions(Lifetime):
         if fidelity not in _FIDELITIES:
             raise ConfigError(f"fidelity must be 'exact' or 'lossy', not {fidelity!r}")
         seconds = None if ttl is None else parse_duration(ttl)
-        self._names.add(SessionEntry(name, tenant, seconds, fidelity, salt))
+        entry = SessionEntry(name, tenant, seconds, fidelity, salt)
+        if self._there is not None:
+            self._create_there(entry, self._there, adopt=adopt)
+            self._names.dead()  # nobody else buries them any more
+            adopt = True
+        self._names.add(entry, adopt=adopt)
+        if self._there is not None:  # in case that it was handed over just now
+            self._create_there(entry, self._there)
         return name
+
+    @staticmethod
+    def _create_there(entry: SessionEntry, there: Elsewhere, *, adopt: bool = True) -> None:
+        there.create_session(
+            entry.name,
+            tenant=entry.tenant,
+            ttl=entry.ttl,
+            fidelity=entry.fidelity,
+            salt=entry.salt,
+            adopt=adopt,
+        )
+
+    def knows_session(self, name: str) -> bool:
+        """Whether there is a session of this name."""
+        if name in self._names:
+            return True
+        return self._there is not None and self._there.knows_session(name)
+
+    def session_epoch(self, name: str) -> int:
+        """A number that changes when a session begins anew: created again, cleared or reset.
+
+        For adapters that keep a session's prompt themselves. It tells of what was done through
+        this manager; 0 for a session that others created in the engine it was handed over to.
+
+        Raises:
+            ConfigError: if there is no such session.
+        """
+        epoch = self._names.epoch(name)
+        if not epoch and not self.knows_session(name):
+            self._names.get(name)  # says so
+        return epoch
 
     def use_session(self, name: str) -> AbstractContextManager[str]:
         """Make a session the current one of this thread or task while the block runs; nests.
@@ -107,7 +160,8 @@ class NamedSessions(Lifetime):
         Raises:
             ConfigError: if there is no such session.
         """
-        self._names.get(name)
+        if not self.knows_session(name):
+            self._names.get(name)  # says so
         return self._current.use(name)
 
     def current_session(self) -> str | None:
@@ -152,9 +206,15 @@ class NamedSessions(Lifetime):
             ConfigError: if there is no such session.
             SessionBusyError: if a turn runs and the engine is set to refuse a second one.
         """
-        self.call(self._clear, self._names.get(name))
+        if self._there is not None:
+            self._there.clear_session(name)
+            self._names.renew(name)
+        else:
+            self.call(self.aclear_session, name)
 
-    async def _clear(self, entry: SessionEntry) -> None:
+    async def aclear_session(self, name: str) -> None:
+        """As :meth:`clear_session`, on the engine's loop."""
+        entry = self._names.get(name)
         for space in list(entry.spaces.values()):
             async with self.handle(entry.name, space) as session:
                 await session.begin_turn()
@@ -162,6 +222,7 @@ class NamedSessions(Lifetime):
                     session.clear()
                 finally:
                     session.end_turn()
+        self._names.renew(name)
 
     def destroy_session(self, name: str) -> None:
         """Drop a session and its name. Idempotent; never raises, never blocks.
@@ -171,7 +232,10 @@ class NamedSessions(Lifetime):
         """
         try:
             self._names.mark(name)
-            self._loop.soon(self._bury)
+            if self._there is not None:
+                self._there.destroy_session(name)
+            else:
+                self._loop.soon(self._bury)
         except Exception:  # noqa: BLE001 - while the interpreter exits, anything may be gone
             pass
 
@@ -185,9 +249,12 @@ class NamedSessions(Lifetime):
 
         One that is used in several spaces shows its longest history, and its bytes in all.
         """
-        return self.call(self._infos)
+        if self._there is not None:
+            return self._there.sessions()
+        return self.call(self.asessions)
 
-    async def _infos(self) -> list[SessionInfo]:
+    async def asessions(self) -> list[SessionInfo]:
+        """As :meth:`sessions`, on the engine's loop."""
         entries = self._names.all()
         self._bury()
         known: dict[tuple[str, str], SessionInfo] = {}
