@@ -11,6 +11,10 @@ Import from the module that has what you need:
 :mod:`tierkv.testing.policies`         ``PolicyTests``: what every eviction policy must do
 :mod:`tierkv.testing.admissions`       ``AdmissionTests``: what every admission to a tier must do
 :mod:`tierkv.testing.predictors`       ``PredictorTests``: what every predictor of prefetch must do
+:mod:`tierkv.testing.adapters`         ``AdapterTests``: what an adapter of a serving engine must do
+:mod:`tierkv.testing.serving`          ``Replay``, ``ServingTests``: vLLM's order of calls
+:mod:`tierkv.testing.trtllm`           ``Replay``, ``suite.ConnectorTests``: TensorRT-LLM's order of
+                                       calls
 :mod:`tierkv.testing.accelerator`      ``SimDevice`` (``"sim:SEED"``): late copies, spoilt memory
 :mod:`tierkv.testing.virtual`          ``run_virtual``: a loop whose clock jumps; media that cost
                                        time on it
