@@ -1,0 +1,263 @@
+"""Parts of the connector's scheduler side: pace of prefill, fingerprints, events, links."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.serving.contract_rig import Rig, tokens
+from tierkv.blocks import AdapterId, BlockKey, part_id
+from tierkv.errors import AttachError, ClosedError
+from tierkv.testing.serving import Feature, Lora, Mode, Place, Prompt
+from tierkv_adapters.vllm.announcing import announcer_of
+from tierkv_adapters.vllm.asking import media_of
+from tierkv_adapters.vllm.events import Removed, Stored
+from tierkv_adapters.vllm.fingerprints import Fingerprints
+from tierkv_adapters.vllm.links import RankLink
+from tierkv_adapters.vllm.pacing import Pacing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GUARD = 60.0
+
+
+def _until(there: Callable[[], bool]) -> bool:
+    end = time.monotonic() + GUARD
+    while not there() and time.monotonic() < end:
+        time.sleep(0.001)
+    return there()
+
+
+# ---------------------------------------------------------------------- pace
+
+
+def test_a_step_of_prefill_tells_its_pace() -> None:
+    pacing = Pacing()
+    assert pacing.step(512, 520, 10.0) is None
+    pacing.done(10.5)
+    assert pacing.step(0, 8, 11.0) == (512, 0.5)
+    pacing.done(11.1)
+    assert pacing.step(512, 512, 90.0) is None  # told once; the time without work is in none
+    pacing.done(91.0)
+    assert pacing.step(0, 0, 92.0) == (512, 1.0)
+
+
+@pytest.mark.parametrize(("prefill", "total"), [(255, 255), (300, 500), (0, 8)])
+def test_small_or_mixed_steps_tell_nothing(prefill: int, total: int) -> None:
+    pacing = Pacing()
+    pacing.step(prefill, total, 0.0)
+    pacing.done(1.0)
+    assert pacing.step(0, 0, 2.0) is None
+
+
+def test_overlapping_steps_last_from_the_end_of_the_one_before() -> None:
+    pacing = Pacing(depth=2)
+    pacing.step(0, 8, 0.0)
+    pacing.step(512, 512, 0.1)  # handed out while the first is computed
+    pacing.done(1.0)
+    assert pacing.step(0, 8, 1.1) is None
+    pacing.done(4.0)
+    assert pacing.step(0, 8, 4.1) == (512, 3.0)
+
+
+def test_ends_that_nobody_told_of_are_caught_up_with() -> None:
+    pacing = Pacing()
+    pacing.step(512, 512, 0.0)
+    pacing.step(300, 300, 5.0)
+    pacing.done(6.0)
+    assert pacing.step(0, 0, 7.0) == (300, 1.0)
+
+
+def test_the_pace_reaches_the_ranks() -> None:
+    with Rig(Mode(chunk=512, pages=512)) as rig:
+        rig.replay.add("first", Prompt(tokens(400)))
+        rank, begin = rig.ranks[0], rig.ranks[0].handle_preemptions
+
+        def slow(orders: Any) -> None:
+            rig.clock.now += 2.0  # so long does each step take
+            begin(orders)
+
+        rank.handle_preemptions = slow
+        rig.replay.drain()
+        told = [orders.prefill for orders in rig.ranks[0].orders if orders.prefill is not None]
+        assert told == [(400, 2.0)]
+
+
+def test_hooks_of_the_scheduler_do_no_input_or_output() -> None:
+    """Not for one key, and not for any: neither files, sockets, locks nor waits."""
+    with Rig(Mode(chunk=512, pages=512)) as rig:
+        first = Prompt(tokens(400))
+        rig.replay.run(("first", first))
+        rig.replay.reset(connector=False)
+        rig.replay.add("second", first)
+        request, called = rig.replay.scheduler.requests["second"], set[str]()
+
+        def profile(frame: object, event: str, arg: Any) -> None:
+            if event == "c_call":
+                called.add(str(getattr(arg, "__module__", None)))
+
+        sys.setprofile(profile)
+        try:
+            offer = rig.side.get_num_new_matched_tokens(request, 0)
+            again = rig.side.get_num_new_matched_tokens(request, 0)
+        finally:
+            sys.setprofile(None)
+        assert offer == again == (400, True)
+        assert called.isdisjoint({"posix", "_io", "io", "_socket", "select", "time", "_thread"})
+        assert called  # it was watched
+
+
+# ---------------------------------------------------------------------- fingerprints
+
+
+def test_fingerprints_answer_at_once_and_learn_meanwhile() -> None:
+    gate, main = threading.Event(), threading.get_ident()
+    seen: list[int] = []
+
+    def digest(lora: Any) -> AdapterId:
+        seen.append(threading.get_ident())
+        assert gate.wait(GUARD)
+        return AdapterId(lora.lora_name, "v")
+
+    prints, lora = Fingerprints(digest), Lora("one")
+    try:
+        prints.ask(lora)
+        prints.ask(lora)  # asked once
+        assert prints.known(lora) is None
+        gate.set()
+        assert _until(lambda: prints.known(lora) == AdapterId("one", "v"))
+        assert len(seen) == 1
+        assert seen[0] != main
+    finally:
+        prints.close()
+
+
+def test_f006_what_changed_under_one_name_is_noticed_by_the_next_request() -> None:
+    version = ["1"]
+    prints, lora = Fingerprints(lambda one: AdapterId(one.lora_name, version[0])), Lora("one")
+    try:
+        prints.ask(lora)
+        assert _until(lambda: prints.known(lora) == AdapterId("one", "1"))
+        version[0] = "2"
+
+        def asked_again() -> bool:
+            prints.ask(lora)
+            return prints.known(lora) == AdapterId("one", "2")
+
+        assert _until(asked_again)
+    finally:
+        prints.close()
+
+
+def test_f006_what_was_read_before_a_load_in_place_does_not_count() -> None:
+    gate, reading, version = threading.Event(), threading.Event(), ["1", "2"]
+
+    def digest(lora: Any) -> AdapterId:
+        found = AdapterId(lora.lora_name, version.pop(0))
+        reading.set()
+        assert gate.wait(GUARD)
+        return found
+
+    prints, lora = Fingerprints(digest), Lora("one")
+    try:
+        prints.ask(lora)
+        assert reading.wait(GUARD)
+        prints.ask(Lora("one", load_inplace=True))
+        gate.set()
+        assert _until(lambda: prints.known(lora) is not None)
+        assert prints.known(lora) == AdapterId("one", "2")
+    finally:
+        prints.close()
+
+
+def test_an_adapter_whose_files_cannot_be_read_stays_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def digest(lora: Any) -> AdapterId:
+        if lora.lora_name == "bad":
+            raise AttachError("no such folder")
+        return AdapterId(lora.lora_name, "v")
+
+    prints = Fingerprints(digest)
+    try:
+        prints.ask(Lora("bad"))
+        prints.ask(Lora("good", 2))
+        assert _until(lambda: prints.known(Lora("good", 2)) is not None)
+        assert prints.known(Lora("bad")) is None
+        assert "no such folder" in caplog.text
+    finally:
+        prints.close()
+
+
+def test_media_are_named_by_content() -> None:
+    cat, dog = (media_of([Feature(name, Place(3, 2))]) for name in ("cat", "dog"))
+    assert cat is not None
+    assert dog is not None
+    assert cat[0].position == 3
+    assert cat[0].digest != dog[0].digest
+    assert (
+        len({m[0].digest for n in range(1000) if (m := media_of([Feature(str(n), Place(0, 1))]))})
+        == 1000
+    )
+    assert media_of([]) == media_of(None) == ()
+    assert media_of([SimpleNamespace(identifier=None, mm_position=Place(0, 1))]) is None
+    assert media_of([SimpleNamespace(identifier="x", mm_position=None)]) is None
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_events_name_blocks_by_vllm_s_hashes() -> None:
+    config = SimpleNamespace(
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        cache_config=SimpleNamespace(block_size=4),
+    )
+    announcer = announcer_of(config, 1, ["host", "nvme"])
+    assert announcer is not None
+    index = announcer.index(2)
+    keys = [BlockKey(bytes([n]) * 32) for n in range(2)]
+    request = SimpleNamespace(
+        block_hashes=[b"h%d" % n for n in range(6)], all_token_ids=list(range(24))
+    )
+    announcer.saved(request, keys, 8, 24)
+    index.apply(1, [(part_id(keys[0], 0), 1)])  # rank 0 stands for all
+    assert announcer.take() == []
+    index.apply(0, [(part_id(keys[0], 0), 1), (part_id(keys[0], 0), 3)])
+    index.apply(0, [(part_id(keys[0], 0), 2)])
+    first = (b"h2", b"h3")
+    assert announcer.take() == [
+        Stored(first, b"h1", tuple(range(8, 16)), 4, "CPU", 0, None),
+        Stored(first, b"h1", tuple(range(8, 16)), 4, "STORAGE", 0, None),
+        Removed(first, "CPU", 0),
+    ]
+    assert index.tiers(0, part_id(keys[0], 0)) == 2
+
+
+def test_no_events_where_vllm_publishes_none() -> None:
+    assert announcer_of(SimpleNamespace(), 1, []) is None
+    off = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
+    assert announcer_of(off, 1, []) is None
+
+
+# ---------------------------------------------------------------------- the line to a rank
+
+
+def test_a_rank_that_cannot_be_reset_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
+
+    def fail() -> int:
+        raise ClosedError("gone")
+
+    feed = SimpleNamespace(close=lambda: closed.append("feed"))
+    broken = SimpleNamespace(reset=fail, close=lambda: closed.append("engine"))
+    assert not RankLink(3, feed, broken, owned=True).reset()
+    assert "rank 3 was not reset: gone" in caplog.text
+    RankLink(3, feed, broken, owned=True).close()
+    RankLink(3, feed, broken, owned=False).close()
+    assert closed == ["feed", "engine", "feed"]
