@@ -20,7 +20,7 @@ from benchmarks.report import emit
 from tierkv.testing.crash import CrashReport, run_crashes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.report import Cell
 
@@ -29,6 +29,7 @@ _CANCELS = 10_000
 _STORM_S = 60.0
 _REOPENED = 100_000
 _REOPEN_CPU_S = 2.0
+_VLLM_ROUNDS = 3
 _STRESS = ("tests/engine", "tests/decisions", "tests/backends", "tests/identity")
 Row = dict[str, "Cell"]
 
@@ -45,11 +46,10 @@ def _row(check: str, what: str, value: float, bound: str, *, ok: bool) -> Row:
     return {"check": check, "what": what, "value": value, "bound": bound, "ok": ok}
 
 
-def _json(*command: str) -> dict[str, Any]:
+def _json(*command: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Output of a command that prints one JSON document; its exit status may tell a miss."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False
-    )
+    whole = [sys.executable, "-m", *command]
+    done = subprocess.run(whole, stdout=subprocess.PIPE, text=True, check=False, env=env)
     if not done.stdout.strip():
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and printed nothing")
     document: dict[str, Any] = json.loads(done.stdout)
@@ -286,6 +286,27 @@ def compression() -> Iterator[Row]:
         yield _row("compression", f"{row['what']}, {row['about']}", value, bound, ok=row["ok"])
 
 
+def vllm() -> Iterator[Row]:
+    """Real vLLM on this CPU: the tests with it, and our connector beside its own."""
+    from benchmarks.vllm.install import ensure_python
+    from benchmarks.vllm.processes import environment
+
+    try:
+        python = str(ensure_python())
+    except RuntimeError as error:
+        raise SystemExit(f"vllm: {error}") from error
+    named = environment({"TIERKV_VLLM_PYTHON": python, "TIERKV_SCALE": str(_scale())})
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3600", "tests/vllm"]
+    done = subprocess.run(tests, stdout=sys.stderr, check=False, env=named)
+    yield _row("vllm", "pytest tests/vllm", done.returncode, "0", ok=done.returncode == 0)
+    rounds = str(_count(_VLLM_ROUNDS))
+    env = os.environ | {"TIERKV_VLLM_PYTHON": python}
+    for row in _json("benchmarks.vllm", "--json", "--rounds", rounds, env=env)["rows"]:
+        what = f"{row['connector']}, {row['prompt_tokens']} tokens"
+        yield _row("vllm", f"{what}: CPU of plain", row["cpu_ratio"], "-", ok=row["ok"])
+        yield _row("vllm", f"{what}: hit after restart", row["restart_hit"], "-", ok=row["ok"])
+
+
 def stress() -> Iterator[Row]:
     """The stress tests, in full counts."""
     environment = {"TIERKV_SCALE": str(_scale()), **os.environ}
@@ -299,7 +320,7 @@ CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
     for check in (
         *(crash, overhead, sync, ttft, demo),
         *(faults, nvme, device, datapath, peers, pipeline),
-        *(replay, policies, prefetch, compression, stress),
+        *(replay, policies, prefetch, compression, vllm, stress),
     )
 }
 
