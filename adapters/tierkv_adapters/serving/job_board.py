@@ -74,8 +74,8 @@ class JobBoard(JobQueues):
 
     # ------------------------------------------------------------------ the fence
 
-    def fence(self, taken: set[int]) -> None:
-        """Return once no job touches these pages any more.
+    def fence(self, taken: Sequence[set[int]]) -> None:
+        """Return once no job touches these pages, listed by group, any more.
 
         Saves that have not begun lose what they have there, or are dropped. Those that have begun
         are waited for; if that takes too long, they are cancelled, which ends as soon as the copies

@@ -126,7 +126,7 @@ class RequestState:
                 del pages[:]
 
     def cut(
-        self, start: int, stop: int, taken: Mapping[int, int], *, writing: bool
+        self, start: int, stop: int, taken: Sequence[Mapping[int, int]], *, writing: bool
     ) -> list[array[int]]:
         """The pages of tokens ``[0, stop)``, without those that it has no longer.
 
@@ -136,7 +136,7 @@ class RequestState:
         Args:
             start: First token that is meant; nothing of a window before it is handed out.
             stop: Token behind the last one.
-            taken: Pages, and in which step they were last given to somebody.
+            taken: Per group, pages, and in which step they were last given to somebody.
             writing: Whether they will be written: then no page before ``start`` is handed out,
                 as others may share it.
 
@@ -160,7 +160,7 @@ class RequestState:
                 pages[:first] = array("q", [-1]) * first
             if given is not None:
                 for at in range(first, last):
-                    if taken.get(pages[at], -1) > given[at]:
+                    if taken[number].get(pages[at], -1) > given[at]:
                         pages[at] = -1
             out.append(pages)
         return out
@@ -197,24 +197,26 @@ class Job:
     state: JobState = JobState.WAITING
     pending: Pending[Outcome | None] | None = None
     why: str | None = None
-    _held: frozenset[int] | None = None
+    _held: list[frozenset[int]] | None = None
 
-    def touches(self, pages: Collection[int]) -> bool:
-        """Whether it reads or writes any of these pages."""
+    def touches(self, pages: Sequence[Collection[int]]) -> bool:
+        """Whether it reads or writes any of these pages, which are listed by group."""
         if self._held is None:
-            self._held = frozenset(page for each in self.pages for page in each if page >= 0)
-        return not self._held.isdisjoint(pages)
+            self._held = [frozenset(page for page in each if page >= 0) for each in self.pages]
+        return any(
+            not held.isdisjoint(each) for held, each in zip(self._held, pages, strict=False)
+        )
 
-    def let_go(self, pages: Collection[int], groups: Sequence[PageGroup]) -> bool:
+    def let_go(self, pages: Sequence[Collection[int]], groups: Sequence[PageGroup]) -> bool:
         """Give up what a waiting save has in these pages of windows and states.
 
         Returns:
             Whether it can go on: it touches none of these pages any more.
         """
-        for mine, group in zip(self.pages, groups, strict=True):
+        for mine, each, group in zip(self.pages, pages, groups, strict=True):
             if group.drops:
                 for at, page in enumerate(mine):
-                    if page in pages:
+                    if page in each:
                         mine[at] = -1
         self._held = None
         return not self.touches(pages)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tierkv.blocking import CacheManager
 from tierkv.chains import parse_chains
 from tierkv.config import engine_chains, load_config
+from tierkv.errors import AttachError
 from tierkv_adapters.serving.registry import borrowed
 
 if TYPE_CHECKING:
@@ -42,10 +43,18 @@ def open_manager(source: Any, token: str | None, number: int, workers: int) -> O
         workers: How many workers there are.
 
     Raises:
+        AttachError: if nothing is lent under the token here.
         ConfigError: if there is no tier, or a setting cannot be honoured.
         BackendError: if a tier cannot be used.
     """
-    if token is not None and (manager := borrowed(token)) is not None:
+    if token is not None:
+        manager = borrowed(token)
+        if manager is None:
+            raise AttachError(
+                "this engine was attached to a manager of the process that builds it, and its "
+                "worker runs in another process: set VLLM_ENABLE_V1_MULTIPROCESSING alike for "
+                "attach() and for the engine, and keep the manager open"
+            )
         return Opened(manager, owned=False)
     config = rank_config(load_config(source).config, number, workers)
     return Opened(CacheManager(config).open(), owned=True)

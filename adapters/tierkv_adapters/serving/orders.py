@@ -113,8 +113,9 @@ class StepOrders:
         voided: Requests that lost all of their pages (preemption).
         fresh: Requests that the ranks have not heard of.
         grown: Tokens and pages that requests got.
-        taken: Pages that were given to a request in this step: their old content is no longer
-            whose it was, and new content is written in this step (``array("q")``).
+        taken: Per page group, pages that were given to a request in this step: their old content
+            is no longer whose it was, and new content is written in this step (``array("q")``).
+            Nothing where there are none.
         loads: What to bring.
         saves: What to store.
         prefill: (tokens, seconds) of an earlier step's prefill: what recomputing costs; or None.
@@ -126,7 +127,7 @@ class StepOrders:
     voided: list[str] = field(default_factory=list)
     fresh: list[RequestFacts] = field(default_factory=list)
     grown: list[Grown] = field(default_factory=list)
-    taken: array[int] = field(default_factory=lambda: array("q"))
+    taken: tuple[array[int], ...] = ()
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     prefill: tuple[int, float] | None = None

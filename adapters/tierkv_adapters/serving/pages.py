@@ -131,11 +131,11 @@ def block_tokens_for(groups: Sequence[PageGroup], wanted: int) -> int:
 class PagePools:
     """All page groups of one rank.
 
-    Numbers of pages are best unique over all groups, as where groups share one pool: what gets a
-    page of some number is taken for an owner of that page in every group.
-
     Args:
         groups: The groups, in the order in which every list of pages names them.
+        numbered: ``"together"``: a page number is one owner's, whatever the group, as where groups
+            share one pool and what is given to one takes it from all; ``"apart"``: each group has
+            pages 0, 1, ... of its own.
 
     Raises:
         LayoutError: naming the first tensor that cannot be used: it has other axes than its group
@@ -143,10 +143,16 @@ class PagePools:
             another one of its group. (Groups may share memory: they hold different pages of it.)
     """
 
-    def __init__(self, groups: Sequence[PageGroup]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[PageGroup],
+        *,
+        numbered: Literal["together", "apart"] = "together",
+    ) -> None:
         if not groups:
             raise LayoutError("a rank needs at least one group of pages")
         self.groups = tuple(groups)
+        self._apart = numbered == "apart"
         self.pages: list[int] = []
         """How many pages each group's pools have."""
         self._group_of: dict[int, int] = {}
@@ -185,6 +191,12 @@ class PagePools:
             return self._group_of[layer]
         except KeyError:
             raise LayoutError(f"the pools have no layer {layer}") from None
+
+    def owned(self, pages: Sequence[Sequence[int]]) -> list[set[int]]:
+        """Per group, the pages of it that change hands where these, listed by group, do."""
+        if self._apart:
+            return [set(each) for each in pages]
+        return [set().union(*pages)] * len(self.groups)
 
     def layout(self, block_tokens: int) -> Layout:
         """The layout of blocks of ``block_tokens`` tokens, whole pages all of them.

@@ -96,7 +96,8 @@ class Rank:
         self._loads: list[LoadOrder] = []
         self._saves: list[SaveOrder] = []
         self._step = 0
-        self._taken: dict[int, int] = {}  # page: in which step it was last given to a request
+        # per group, page: in which step it was last given to a request
+        self._taken: list[dict[int, int]] = [{} for _ in pools.groups]
         self._drops = any(group.drops for group in pools.groups)
         self._closed = False
         manager.call(side.look)
@@ -121,10 +122,12 @@ class Rank:
             self._try("a request could not be taken", self._meet, facts)
         for grown in orders.grown:
             self._try("tokens could not be taken", self._grow, grown)
-        if orders.taken:
+        if any(orders.taken):
+            taken = self._pools.owned(orders.taken)
             if self._drops:
-                self._taken.update(dict.fromkeys(orders.taken, self._step))
-            self._board.fence(set(orders.taken))
+                for given, pages in zip(self._taken, taken, strict=True):
+                    given.update(dict.fromkeys(pages, self._step))
+            self._board.fence(taken)
         self._loads += orders.loads
         self._saves += orders.saves
         for hint in orders.hints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from tierkv_adapters.serving.orders import Grown, LoadOrder, SaveOrder, StepOrders
@@ -22,18 +23,22 @@ class Telling:
         strict: Whether each group keeps all of its pages.
     """
 
-    __slots__ = ("_named", "_orders", "_page_tokens", "_strict")
+    __slots__ = ("_named", "_orders", "_page_tokens", "_strict", "_taken")
 
     def __init__(self, page_tokens: Sequence[int], strict: Sequence[bool]) -> None:
         self._page_tokens = tuple(page_tokens)
         self._strict = tuple(strict)
         self._orders = StepOrders()
+        self._taken = [array("q") for _ in self._page_tokens]
         self._named: set[str] = set()  # requests that the orders speak of
 
     def step(self, prefill: tuple[int, float] | None) -> StepOrders:
         """Hand over what was collected."""
         orders, self._orders = self._orders, StepOrders()
         self._named.clear()
+        if any(self._taken):
+            orders.taken = tuple(self._taken)
+            self._taken = [array("q") for _ in self._page_tokens]
         orders.prefill = prefill
         return orders
 
@@ -48,8 +53,7 @@ class Telling:
             replace: Whether these are all.
             kept: With ``replace``: leading tokens whose pages keep their content.
         """
-        taken = self._orders.taken
-        for group, size in zip(pages, self._page_tokens, strict=True):
+        for taken, group, size in zip(self._taken, pages, self._page_tokens, strict=True):
             fresh = group[kept // size :] if replace and kept else group
             taken.extend(page for page in fresh if page >= 0)
         if plan is not None and plan.cacheable:
