@@ -30,6 +30,7 @@ _STORM_S = 60.0
 _REOPENED = 100_000
 _REOPEN_CPU_S = 2.0
 _VLLM_ROUNDS = 3
+_VLLM_TESTS = ("tests/vllm", "tests/acceptance/test_vllm_scripts.py")
 _STRESS = ("tests/engine", "tests/decisions", "tests/backends", "tests/identity")
 Row = dict[str, "Cell"]
 
@@ -296,9 +297,11 @@ def vllm() -> Iterator[Row]:
     except RuntimeError as error:
         raise SystemExit(f"vllm: {error}") from error
     named = environment({"TIERKV_VLLM_PYTHON": python, "TIERKV_SCALE": str(_scale())})
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3600", "tests/vllm"]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3600", *_VLLM_TESTS]
     done = subprocess.run(tests, stdout=sys.stderr, check=False, env=named)
-    yield _row("vllm", "pytest tests/vllm", done.returncode, "0", ok=done.returncode == 0)
+    yield _row(
+        "vllm", f"pytest {' '.join(_VLLM_TESTS)}", done.returncode, "0", ok=done.returncode == 0
+    )
     rounds = str(_count(_VLLM_ROUNDS))
     env = os.environ | {"TIERKV_VLLM_PYTHON": python}
     for row in _json("benchmarks.vllm", "--json", "--rounds", rounds, env=env)["rows"]:

@@ -49,7 +49,7 @@ _HF = ("tests/adapters", "adapters/tierkv_adapters/hf")
 # what subclasses vLLM's own classes; everything else of that adapter works without
 _VLLM = tuple(
     f"adapters/tierkv_adapters/vllm/{name}"
-    for name in ("connector.py", "metadata.py", "stats.py", "tier")
+    for name in ("connector.py", "metadata.py", "stats.py", "tier/manager.py", "tier/policies.py")
 )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tierkv.errors import AttachError
+from tierkv_adapters.chat.prompts import Deltas, encode_prompt
 from tierkv_adapters.hf.arguments import expected_new_tokens
-from tierkv_adapters.hf.prompts import Deltas, encode_prompt
 
 CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"

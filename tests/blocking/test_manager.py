@@ -45,6 +45,23 @@ def test_store_and_load_in_the_current_session(manager: CacheManager) -> None:
     assert manager.stats().leases == 0
 
 
+def test_a_load_from_a_block_on(manager: CacheManager) -> None:
+    kv, mine = _kv(), kit.Memory(kit.LAYOUTS["full"], 32)
+    manager.create_session("a")
+    manager.store(IDS, kv.view, session="a")
+    loaded = manager.load(IDS, mine.view, start=16, session="a")
+    assert (loaded.tokens, loaded.by_tier, loaded.reason) == (32, {"host": 16}, None)
+    for index, layer in mine.layers.items():
+        for name, tensor in layer.items():
+            assert bool((tensor[:, :16] == 77.0).all()), "what is before it is not written"
+            assert bool((tensor[:, 16:] == kv.layers[index][name][:, 16:]).all())
+    other = manager.load(kit.tokens(2, seed=9), mine.view, start=16, session="a")
+    assert (other.tokens, other.reason) == (16, MissReason.NEVER_STORED)
+    with pytest.raises(LayoutError, match="start must be"):
+        manager.load(IDS, mine.view, start=3, session="a")
+    assert manager.stats().leases == 0
+
+
 def test_a_named_session_needs_no_current_one(manager: CacheManager) -> None:
     manager.create_session("a", tenant="x")
     manager.create_session("b", tenant="y")

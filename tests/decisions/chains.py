@@ -75,9 +75,10 @@ def query(
     ttl: float | None = None,
     touch: bool = True,
     lease: bool = True,
+    start: int = 0,
 ) -> Query:
     size = len(chain) * BLOCK if tokens is None else tokens
-    return Query(tuple(chain), tuple(groups), BLOCK, size, lossy, ttl, touch, lease)
+    return Query(tuple(chain), tuple(groups), BLOCK, size, lossy, ttl, touch, lease, start=start)
 
 
 def decisions(*capacities: int, **options: object) -> Decisions:

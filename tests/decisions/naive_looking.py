@@ -46,7 +46,7 @@ class Looking(Parts):
             elif rule.window is not None:
                 first = max(0, end - (rule.window - 1)) // query.block_tokens
                 first = blocks if rule.window == 1 else first
-            needed += [(block, group) for block in range(first, blocks)]
+            needed += [(block, group) for block in range(max(first, query.start), blocks)]
         return sorted(needed)
 
     def lookup(self, query: Query, now: float, lease: int) -> Found:
@@ -55,8 +55,8 @@ class Looking(Parts):
 
         best = max(
             n
-            for n in range(len(query.keys) + 1)
-            if n == 0 or all(there(b, g) for b, g in self.needed(query, n))
+            for n in range(query.start, len(query.keys) + 1)
+            if n == query.start or all(there(b, g) for b, g in self.needed(query, n))
         )
         reason = None
         if best < len(query.keys):
@@ -75,9 +75,10 @@ class Looking(Parts):
             size = len(query.keys)
             seen = []
             for block, group in ((b, g) for b in range(size) for g in strict):
-                if not there(block, group):
+                if there(block, group):
+                    seen.append((block, group))
+                elif block >= query.start:
                     break
-                seen.append((block, group))
             for block, group in seen:
                 self.touch(
                     self.parts[self.name(query, block, group)], self.clock + size - block, until

@@ -94,7 +94,8 @@ def live(seed: int, steps: int) -> LineLog:
             if taken[keep:]:
                 d.rollback(got.id, taken[keep:], now)
         elif action < 5:
-            query = chains.query(chain, groups=GROUPS, lossy=rng.random() < 0.3, ttl=60.0)
+            lossy, start = rng.random() < 0.3, rng.choice([0, 0, 2, 5])
+            query = chains.query(chain, groups=GROUPS, lossy=lossy, ttl=60.0, start=start)
             look = d.begin_lookup(query, now)
             d.advance(look, now)
             if rng.random() < 0.4:

@@ -179,9 +179,10 @@ def test_ended_handles_are_refused() -> None:
     tail=st.integers(0, 3),
     window=st.integers(1, 20),
     slice_=st.integers(1, 9),
+    start=st.sampled_from([0, 0, 1, 3, 7, 8]),
 )
 def test_a_match_is_the_largest_loadable_prefix(
-    missing: set[tuple[int, int]], tail: int, window: int, slice_: int
+    missing: set[tuple[int, int]], tail: int, window: int, slice_: int, start: int
 ) -> None:
     groups = (FULL, GroupRule(GroupKind.SLIDING, window), STATE)
     d = chains.decisions(10_000)
@@ -193,23 +194,23 @@ def test_a_match_is_the_largest_loadable_prefix(
 
     def loadable(blocks: int) -> bool:
         end = tokens if blocks == 8 else 4 * blocks
-        full = all((b, 0) not in missing for b in range(blocks))
+        full = all((b, 0) not in missing for b in range(start, blocks))
         covered = {t // 4 for t in range(max(0, end - (window - 1)), end)}
-        sliding = all((b, 1) not in missing for b in covered)
-        return full and sliding and (not blocks or (blocks - 1, 2) not in missing)
+        sliding = all((b, 1) not in missing for b in covered if b >= start)
+        return full and sliding and (blocks == start or (blocks - 1, 2) not in missing)
 
-    expected = max(n for n in range(9) if loadable(n))
+    expected = max(n for n in range(start, 9) if loadable(n))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matching, "SLICE", slice_)
-        found = d.lookup(chains.query(chain, groups=groups, tokens=tokens), 1.0)
+        found = d.lookup(chains.query(chain, groups=groups, tokens=tokens, start=start), 1.0)
     d.check()
     assert found.blocks == expected
     assert found.tokens == (tokens if expected == 8 else 4 * expected)
     assert (found.reason is None) == (expected == 8)
     end = found.tokens
-    needed = {(b, 0) for b in range(expected)}
-    if expected:
-        needed |= {(t // 4, 1) for t in range(max(0, end - (window - 1)), end)}
+    needed = {(b, 0) for b in range(start, expected)}
+    if expected > start:
+        needed |= {(t // 4, 1) for t in range(max(0, end - (window - 1)), end) if t // 4 >= start}
         needed.add((expected - 1, 2))
     got = [(p.block, p.group) for p in found.parts]
     assert set(got) == needed

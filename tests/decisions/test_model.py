@@ -249,35 +249,34 @@ class Machine(Stage):
     @rule(
         tenant=NAMES,
         path=PATHS,
-        tail=st.integers(0, 3),
+        ends=st.tuples(st.integers(0, 5), st.integers(0, 3)),
         lossy=st.booleans(),
         ttl=TTLS,
-        touch=st.booleans(),
-        lease=st.booleans(),
+        uses=st.tuples(st.booleans(), st.booleans()),
     )
     def lookup(
         self,
         tenant: str,
         path: list[int],
-        tail: int,
+        ends: tuple[int, int],
         lossy: bool,
         ttl: float | None,
-        touch: bool,
-        lease: bool,
+        uses: tuple[bool, bool],
     ) -> None:
         chain = chains.keys(path, tenant)
         query = chains.query(
             chain,
             groups=SPACES[tenant],
-            tokens=len(chain) * chains.BLOCK - tail,
+            tokens=len(chain) * chains.BLOCK - ends[1],
             lossy=lossy,
             ttl=ttl,
-            touch=touch,
-            lease=lease,
+            touch=uses[0],
+            lease=uses[1],
+            start=min(ends[0], len(chain)),
         )
         found = self.real.lookup(query, self.now)
         assert found == self.naive.lookup(query, self.now, found.lease)
-        assert bool(found.lease) == (lease and bool(found.parts))
+        assert bool(found.lease) == (uses[1] and bool(found.parts))
         if found.lease:
             self.leases.append(found.lease)
 

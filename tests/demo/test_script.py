@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tierkv_adapters.chat.prompts import encode_prompt
 from tierkv_adapters.hf.demo.script import CHAT_TOKENS, DOCUMENT_TOKENS, write_script
-from tierkv_adapters.hf.prompts import encode_prompt
 
 
 def test_lengths(tokenizer: Any) -> None:

@@ -200,7 +200,7 @@ async def test_a_match_shorter_than_the_start_touches_nothing(layout: str, tmp_p
         assert mine.untouched()
 
 
-@pytest.mark.parametrize("start", [-SIZE, 1, SIZE - 1, 9 * SIZE, "16", 1.5, None])
+@pytest.mark.parametrize("start", [-SIZE, 1, SIZE - 1, 9 * SIZE, "16", 1.5])
 async def test_a_start_inside_a_block_or_outside_the_prompt_is_refused(
     start: Any, tmp_path: Path
 ) -> None:
@@ -212,6 +212,8 @@ async def test_a_start_inside_a_block_or_outside_the_prompt_is_refused(
         assert mine.untouched()
         with pytest.raises(ClosedError):
             await match.load(mine.view, start=SIZE)
+        with pytest.raises(LayoutError, match="start must be"):
+            session.match(IDS, start=start)
 
 
 @pytest.mark.parametrize("layout", ["full", "sliding", "state", "latent"])

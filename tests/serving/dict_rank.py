@@ -117,7 +117,7 @@ class DictRank:
             for group, more in enumerate(grown.pages):
                 held.pages[group] = [*([] if grown.replace else held.pages[group]), *more]
             held.chain.follow(held.tokens, held.media)
-        taken = set(orders.taken)
+        taken = set().union(*orders.taken)
         for save in [one for one in self._saves if self._reads(one, taken)]:
             self._save(*save[1:])
         self._saves = [one for one in self._saves if not self._reads(one, taken)]

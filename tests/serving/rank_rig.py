@@ -7,7 +7,7 @@ import random
 from array import array
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -85,9 +85,14 @@ def digests(tokens: Sequence[int]) -> list[bytes]:
 class Pages:
     """The pools, and a forward pass that fills them."""
 
-    def __init__(self, groups: Sequence[PageGroup], device: SimDevice | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[PageGroup],
+        device: SimDevice | None = None,
+        numbered: Literal["together", "apart"] = "together",
+    ) -> None:
         self.groups = list(groups)
-        self.pools = PagePools(groups)
+        self.pools = PagePools(groups, numbered=numbered)
         self.device = device
 
     def _tensors(self) -> Iterator[tuple[int, PageGroup, int, str, torch.Tensor]]:
@@ -173,14 +178,16 @@ class RankRig:
         device: SimDevice | None = None,
         settings: RankSettings | None = None,
         rank: type[Rank] = Rank,
+        numbered: Literal["together", "apart"] = "together",
+        capacity: int | str = "8MiB",
         **config: Any,
     ) -> None:
-        self.pages = Pages(groups_of(kind, page), device)
+        self.pages = Pages(groups_of(kind, page), device, numbered)
         layout = self.pages.pools.layout(block)
         self.space = Space(tierkv.Identity("m", "rev1"), layout, block)
         self.block = block
         specs = [
-            tierkv.Tier(k, "8MiB", path=str(path)) if k == "nvme" else tierkv.Tier(k, "8MiB")
+            tierkv.Tier(k, capacity, path=str(path)) if k == "nvme" else tierkv.Tier(k, capacity)
             for k in tiers.split("+")
         ]
         backends = [
@@ -230,9 +237,10 @@ class RankRig:
 
     # ------------------------------------------------------------------ steps
 
-    def step(self, **orders: Any) -> StepOrders:
-        """Orders of one step."""
-        return StepOrders(**orders)
+    def step(self, *, taken: Sequence[int] = (), **orders: Any) -> StepOrders:
+        """Orders of one step; pages taken of any group, as no number is in two of them."""
+        each = (array("q", taken),) * len(self.pages.groups)
+        return StepOrders(taken=each if taken else (), **orders)
 
     def grown(
         self, name: str, tokens: Sequence[int], pages: Sequence[Sequence[int]], **more: Any
@@ -261,7 +269,7 @@ class RankRig:
         orders = self.step(
             fresh=[facts or RequestFacts(name)],
             grown=[self.grown(name, tokens, pages)],
-            taken=array("q", [p for each in pages for p in each]),
+            taken=[p for each in pages for p in each],
             saves=[SaveOrder(name, 0, stop)],
         )
         self.rank.begin(orders)
@@ -300,7 +308,7 @@ class RankRig:
         orders = self.step(
             fresh=[facts or RequestFacts(name)],
             grown=[self.grown(name, tokens, pages)],
-            taken=array("q", [p for each in pages for p in each if p >= 0]),
+            taken=[p for each in pages for p in each if p >= 0],
             loads=[LoadOrder(name, start, stop, deadline)],
         )
         self.rank.begin(orders)

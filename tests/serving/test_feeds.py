@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import socket
@@ -370,3 +371,17 @@ def test_what_is_no_news_breaks_the_feed_and_nothing_else(
         assert caplog.text.count("is broken, and tried again") == 1
         fake.shutdown(socket.SHUT_RDWR)
         thread.join(GUARD)
+
+
+def test_feeds_that_were_closed_leave_no_task(manager: CacheManager) -> None:
+    """Adapters come and go over a manager that an application lends."""
+
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    before = manager.call(tasks)
+    for _ in range(5):
+        feed = LocalFeed(manager, ReplicaIndex(1), 0)
+        assert feed.start(GUARD)
+        feed.close()
+    _until(lambda: manager.call(tasks) <= before, "tasks of closed feeds stay")

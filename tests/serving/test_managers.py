@@ -11,7 +11,7 @@ import pytest
 
 from tierkv.blocking import CacheManager
 from tierkv.config import EngineConfig, Tier
-from tierkv.errors import ConfigError
+from tierkv.errors import AttachError, ConfigError
 from tierkv_adapters.serving import registry
 from tierkv_adapters.serving.managers import is_lossy, open_manager, rank_config
 
@@ -65,17 +65,21 @@ def test_a_lent_manager_is_taken_and_stays_its_lenders() -> None:
         assert registry.borrowed(token) is None
 
 
-def test_an_unknown_token_falls_back_to_settings() -> None:
-    # lent in the process of the application, while the engine runs in another one
+def test_a_token_of_another_process_is_refused_and_says_why() -> None:
+    with pytest.raises(AttachError, match="in another process: set VLLM_ENABLE_V1"):
+        open_manager(None, "manager:elsewhere", 0, 1)
+
+
+def test_without_a_token_the_settings_make_an_engine() -> None:
     source = {"tiers": [{"kind": "host", "capacity": "1MiB"}], "metrics": False}
-    opened = open_manager(source, "manager:elsewhere", 0, 1)
+    opened = open_manager(source, None, 0, 1)
     try:
         assert opened.owned
         assert opened.manager.health()["status"] == "open"
     finally:
         opened.manager.close()
     with pytest.raises(ConfigError):
-        open_manager(None, "manager:elsewhere", 0, 1)
+        open_manager(None, None, 0, 1)
 
 
 def _borrowed(token: str) -> bool:

@@ -22,6 +22,7 @@ from tierkv_adapters.serving.pages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tierkv.layout import Layout
     from tierkv_adapters.serving.page_views import PagesView
 
 
@@ -94,6 +95,18 @@ def test_the_layout_names_every_tensor(kind: str) -> None:
             assert list(layer.tensors) == [spec.name for spec in specs.tensors]
 
 
+def test_f013_an_inner_order_is_one_of_pages_of_a_size() -> None:
+    """Of an opaque page [heads, tokens, dim], where a token's bytes are depends on its size."""
+
+    def layout(tokens: int) -> Layout:
+        pool = opaque(torch.zeros(4, 2, tokens, 8), tokens)
+        layer = PagedLayer(0, {"page": pool}, "kernel:HND")
+        return PagePools([PageGroup(GroupKind.FULL, None, tokens, (layer,))]).layout(8)
+
+    assert layout(4) != layout(8)
+    assert layout(4) == layout(4)
+
+
 def test_packing_keeps_pages_of_another_order_apart() -> None:
     def pools(packing: str) -> PagePools:
         tensor = torch.zeros(4, 1, 8, 16, dtype=torch.uint8)
@@ -102,7 +115,7 @@ def test_packing_keeps_pages_of_another_order_apart() -> None:
 
     one, other = (pools(packing).layout(8) for packing in ("a:HND", "a:NHD"))
     assert one.fingerprint != other.fingerprint
-    assert one.groups[0].layers[0].tensors == (TensorSpec("page", "uint8", (1, 16), "a:HND"),)
+    assert one.groups[0].layers[0].tensors == (TensorSpec("page", "uint8", (1, 16), "a:HND/8"),)
     with pytest.raises(LayoutError, match="do not fill blocks of 12"):
         pools("x").layout(12)
 

@@ -55,7 +55,7 @@ def test_an_order_comes_with_all_that_ranks_need_and_nothing_comes_without() -> 
     assert [len(pages) for pages in grown.pages] == [10]
     (load,) = orders.loads
     assert (load.id, load.start, load.stop, load.deadline, load.sync) == ("b", 0, 40, 10.0, False)
-    assert set(orders.taken) == set(grown.pages[0])
+    assert set(orders.taken[0]) == set(grown.pages[0])
     assert world.planner.step() == type(orders)()
 
 
@@ -64,7 +64,7 @@ def test_pages_before_what_is_computed_are_not_taken() -> None:
     world.store()
     world.admit()
     orders = world.load(computed=16)
-    assert len(orders.taken) == 6
+    assert len(orders.taken[0]) == 6
     assert orders.loads[0].start == 16
 
 
@@ -127,7 +127,7 @@ def test_tokens_that_are_no_ids_are_not_cached() -> None:
         world.planner.advance(id, tokens=(), pages=world.pages(16), computed=16, replace=True)
     orders = world.planner.step()
     assert orders.saves == []
-    assert len(orders.taken) == 12  # a copy may read them all the same
+    assert len(orders.taken[0]) == 12  # a copy may read them all the same
 
 
 def test_unknown_requests_are_told_of_nowhere() -> None:
@@ -143,7 +143,7 @@ def test_unknown_requests_are_told_of_nowhere() -> None:
     planner.learn("x", [1])
     planner.advance("x", tokens=(), pages=[[5, -1, 6]], computed=8)
     orders = planner.step()
-    assert list(orders.taken) == [5, 6]
+    assert list(orders.taken[0]) == [5, 6]
     assert (orders.loads, orders.saves, orders.ended, orders.voided) == ([], [], [], [])
 
 

@@ -131,7 +131,7 @@ class NoDrop(Rank):
         super().__init__(*args, **more)
         board, sound = self._board, self._board.fence
 
-        def fence(taken: set[int]) -> None:
+        def fence(taken: Sequence[set[int]]) -> None:
             waiting = [job for job in board._jobs if job.state is JobState.WAITING]
             for job in waiting:
                 del board._jobs[job]

@@ -184,7 +184,7 @@ class _Engine:
             if self.random.random() < 0.5:
                 self._start(request)
         chunks = self._plan()
-        self.orders.taken = array("q", self.taken)
+        self.orders.taken = (array("q", self.taken),)
         rank = self.rig.rank
         rank.begin(self.orders)
         self.rig.pages.spoil(self.taken)
@@ -292,7 +292,9 @@ def _storm(
             fault.active = True
         engine = _Engine(rig, seed)
         rig.free = {number: pages[:40] for number, pages in rig.free.items()}  # too few for all
-        for _ in range(steps):
+        for number in range(20 * steps):
+            if number >= steps and engine.loaded:  # a short storm may meet nothing but faults
+                break
             engine.step()
         orders = StepOrders(ended=list(engine.requests))
         for request in engine.requests.values():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serving.rank_rig import GUARD, RankRig, prompt, start_save
+from tests.serving.rank_rig import GUARD, KINDS, RankRig, prompt, start_save
 from tierkv.testing.faults import Gated, Hanging
 from tierkv_adapters.serving.settings import RankSettings
 
@@ -96,6 +96,7 @@ def test_an_aborted_request_gives_its_load_up_and_is_told_once(tmp_path: Path) -
         rig.rank.begin(rig.step(ended=["b"]))
         ended = rig.until(("b", "load"))["b", "load"]
         assert (ended.tokens, ended.reason) == (0, "ended")
+        assert rig.rank.counters.loads_short == 0  # nobody computes the rest of it
         rig.pages.spoil(pages[0])
         gate.open(rig)
         assert rig.rank.drain(GUARD)
@@ -108,7 +109,9 @@ def test_a_step_gives_up_stores_that_take_too_long(tmp_path: Path) -> None:
     gate = Gate("write")
     faults = {"nvme": [gate.fault]}
     settings = RankSettings(fence_patience=0.0)
-    with RankRig(path=tmp_path, tiers="nvme", faults=faults, settings=settings) as rig:
+    with RankRig(
+        path=tmp_path, tiers="nvme", faults=faults, settings=settings, staging="16KiB"
+    ) as rig:  # there is no memory to gather all of it before the tier has written some
         ids = prompt(48)
         gate.shut()
         pages = start_save(rig, "a", ids)
@@ -122,6 +125,31 @@ def test_a_step_gives_up_stores_that_take_too_long(tmp_path: Path) -> None:
         rig.flush()
         back, loaded = rig.load("b", ids)
         assert rig.right(ids, back, loaded.tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_wait_for_a_tier_that_writes(kind: str, tmp_path: Path) -> None:
+    """What is being written was gathered before: its pages may be anybody's."""
+    gate = Gate("write")
+    faults = {"nvme": [gate.fault]}
+    settings = RankSettings(fence_patience=GUARD)
+    with RankRig(kind, path=tmp_path, tiers="nvme", faults=faults, settings=settings) as rig:
+        ids = prompt(48)
+        gate.shut()
+        pages = start_save(rig, "a", ids)
+        gate.arrived(rig)
+        taken = [page for each in pages for page in each]
+        rig.rank.begin(rig.step(ended=["a"], taken=array("q", taken)))
+        rig.pages.spoil(taken)
+        assert rig.rank.counters.fence_gave_up == 0
+        assert rig.rank.poll() == []
+        assert rig.rank.saving("a"), "it is not over"
+        gate.open(rig)
+        ended = rig.until(("a", "save"))["a", "save"]
+        assert (ended.tokens, ended.reason) == (48, None)
+        back, loaded = rig.load("b", ids)
+        assert loaded.tokens == 48
+        assert rig.right(ids, back, 48)
 
 
 def test_closing_waits_until_nothing_touches_the_pages(tmp_path: Path) -> None:

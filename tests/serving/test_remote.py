@@ -374,3 +374,19 @@ def test_a_process_that_is_killed_leaves_nothing_that_hangs(tmp_path: Path) -> N
         process.wait(GUARD)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def test_a_line_that_comes_while_the_client_is_closed_is_ended(
+    manager: CacheManager, client: RemoteManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, taken = client._connections.take, []
+
+    def late() -> Any:
+        taken.append(take())
+        client.close()
+        return taken[-1]
+
+    monkeypatch.setattr(client._connections, "take", late)
+    with pytest.raises(ClosedError):
+        client.hold([])
+    assert taken[0]._sock.fileno() == -1

@@ -95,12 +95,6 @@ def test_it_finds_what_the_definition_says(
     for rank, parts in enumerate(held):
         index.apply(rank, [(part, 1) for part in parts])
     assert index.match(keys, groups, BLOCK, start=start) == naive(keys, groups, held, start)
-    dice = random.Random(seed + 1)
-    marked = [{part for part in parts if dice.random() < 0.9} for parts in held]
-    for rank, parts in enumerate(marked):
-        index.ready(rank, parts, True)
-    ready = index.match(keys, groups, BLOCK, start=start, ready=True)
-    assert ready == naive(keys, groups, marked, start)
 
 
 @given(
@@ -158,28 +152,11 @@ def test_any_ranks_miss_shrinks_the_answer_and_a_lost_rank_holds_nothing() -> No
     index.apply(1, [(part_id(keys[1][5], 0), 0)])
     assert index.match(keys, [FULL], BLOCK) == 5
     assert index.match(keys, [FULL], BLOCK, start=6) == 8, "what is in place is not asked for"
-    index.ready(2, [part_id(key, 0) for key in keys[2]], True)
     index.lost(2)
     assert not index.is_complete()
     assert (index.match(keys, [FULL], BLOCK), index.parts(2)) == (0, 0)
     index.apply(2, [(part_id(key, 0), 1) for key in keys[2]])
     assert index.match(keys, [FULL], BLOCK) == 5
-    assert index.match(keys, [FULL], BLOCK, ready=True) == 0, "its marks went, too"
-
-
-def test_a_mark_without_the_part_is_no_promise() -> None:
-    names = chains.keys(range(3))
-    parts = [part_id(key, 0) for key in names]
-    index = ReplicaIndex(1)
-    index.ready(0, parts, True)
-    assert index.match([names], [FULL], BLOCK, ready=True) == 0
-    index.apply(0, [(part, 1) for part in parts])
-    assert index.match([names], [FULL], BLOCK, ready=True) == 3
-    index.apply(0, [(parts[1], 0)])
-    assert index.match([names], [FULL], BLOCK, ready=True) == 1
-    index.apply(0, [(parts[1], 2)])
-    index.ready(0, parts[2:], False)
-    assert index.match([names], [FULL], BLOCK, ready=True) == 2
 
 
 def test_the_slowest_tier_of_a_load_is_told() -> None:

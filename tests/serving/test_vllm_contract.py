@@ -130,7 +130,8 @@ def test_storms_over_failing_ranks(mode: Mode, block: int) -> None:
     counted = [_faulty(mode, seed, block, 25) for seed in (1, 2)]
     assert sum(counts["failed_loads"] for counts in counted) > 0
     for counts in counted:
-        assert counts["accepted_tokens"] == counts["loaded_tokens"] + counts["failed_tokens"]
+        # the rest was given up by its client
+        assert counts["accepted_tokens"] >= counts["loaded_tokens"] + counts["failed_tokens"]
 
 
 @pytest.mark.stress
@@ -224,7 +225,30 @@ def test_a_whole_prompt_is_not_offered_where_a_window_s_page_would_be_missing(le
 
 
 def test_an_adapter_is_cached_from_when_its_fingerprint_is_known() -> None:
-    """Files are read elsewhere; until then nothing is offered, and nothing is lost afterwards."""
+    """Files are read elsewhere; what takes longer than a request waits is not lost afterwards."""
+    known = threading.Event()
+
+    def slow(lora: Any) -> AdapterId:
+        assert known.wait(60)
+        return digest(lora)
+
+    with Rig(digest=slow) as rig:
+        rig.side._fingerprints._patience = 0.0
+        prompt = Prompt(tokens(32), lora=Lora("one"), max_tokens=12)
+        rig.replay.add("first", prompt)
+        for _ in range(4):
+            rig.replay.step()
+        assert rig.side.stats()["requests"] == 0
+        known.set()
+        assert rig.until(lambda: rig.side._fingerprints.known(Lora("one")) is not None)
+        rig.replay.drain()  # the pages that it got meanwhile are saved, too
+        rig.replay.reset(connector=False)
+        rig.replay.run(("second", prompt))
+        assert rig.replay.offered["second"] == 32
+
+
+def test_a_request_waits_a_little_for_the_fingerprint_of_its_adapter() -> None:
+    """So that the first request of an engine finds what an earlier engine stored."""
     known = threading.Event()
 
     def slow(lora: Any) -> AdapterId:
@@ -234,12 +258,13 @@ def test_an_adapter_is_cached_from_when_its_fingerprint_is_known() -> None:
     with Rig(digest=slow) as rig:
         prompt = Prompt(tokens(32), lora=Lora("one"), max_tokens=12)
         rig.replay.add("first", prompt)
+        rig.replay.add("plain", Prompt(tokens(16)))
         for _ in range(4):
             rig.replay.step()
-        assert rig.side.stats()["requests"] == 0
+        assert rig.side.stats()["requests"] == 1, "others do not wait for it"
         known.set()
         assert rig.until(lambda: rig.side._fingerprints.known(Lora("one")) is not None)
-        rig.replay.drain()  # the pages that it got meanwhile are saved, too
+        rig.replay.drain()
         rig.replay.reset(connector=False)
         rig.replay.run(("second", prompt))
         assert rig.replay.offered["second"] == 32

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GUARD = 60.0
+
+
+class Asks(NamedTuple):
+    """A request, as far as its adapter is concerned."""
+
+    request_id: str
+    lora_request: Lora | None
 
 
 def _until(there: Callable[[], bool]) -> bool:
@@ -138,7 +145,8 @@ def test_fingerprints_answer_at_once_and_learn_meanwhile() -> None:
         prints.close()
 
 
-def test_f006_what_changed_under_one_name_is_noticed_by_the_next_request() -> None:
+def test_f006_an_adapter_that_changed_while_it_is_loaded_is_cached_no_more() -> None:
+    """The engine has the old bytes, or has read the new ones by now: nothing tells which."""
     version = ["1"]
     prints, lora = Fingerprints(lambda one: AdapterId(one.lora_name, version[0])), Lora("one")
     try:
@@ -148,9 +156,54 @@ def test_f006_what_changed_under_one_name_is_noticed_by_the_next_request() -> No
 
         def asked_again() -> bool:
             prints.ask(lora)
-            return prints.known(lora) == AdapterId("one", "2")
+            return prints.known(lora) is None
 
         assert _until(asked_again)
+        version[0] = "1"  # what was computed meanwhile may be of the others
+        prints.ask(lora)
+        assert _until(lambda: not prints._asked)
+        assert prints.known(lora) is None
+        assert not prints.waits(Asks("r1", lora), 0.0)
+        version[0] = "2"
+        prints.ask(Lora("one", load_inplace=True))
+        assert _until(lambda: prints.known(lora) == AdapterId("one", "2"))
+        prints.ask(Lora("one", 2))  # another number is another load
+        assert _until(lambda: prints.known(Lora("one", 2)) is not None)
+    finally:
+        prints.close()
+
+
+def test_f006_requests_under_way_end_their_saves_when_their_adapter_is_another() -> None:
+    version, gate = ["1"], threading.Event()
+
+    def digest(lora: Any) -> AdapterId:
+        assert gate.wait(GUARD)
+        return AdapterId(lora.lora_name, version[0])
+
+    prints, lora = Fingerprints(digest, patience=2.0), Lora("one")
+    runs = Asks("r1", lora)
+    try:
+        prints.ask(lora)
+        assert prints.waits(runs, 10.0)
+        assert prints.waits(runs, 11.9)
+        assert not prints.waits(runs, 12.0), "it waits for a while, not for ever"
+        gate.set()
+        assert _until(lambda: prints.known(lora) is not None)
+        prints.take(runs, prints.known(lora))
+        assert prints.fits(runs)
+        assert prints.fits(Asks("plain", None))
+        gate.clear()
+        prints.ask(Lora("one", load_inplace=True))
+        assert not prints.fits(runs)
+        gate.set()  # the same bytes
+        assert _until(lambda: prints.fits(runs))
+        for version[0] in "21":
+            prints.ask(Lora("one", load_inplace=True))
+            assert _until(lambda: prints.known(lora) == AdapterId("one", version[0]))
+            assert not prints.fits(runs), "some of it was computed with the others"
+        prints.over("r1")
+        assert not prints._taken
+        assert not prints._since
     finally:
         prints.close()
 

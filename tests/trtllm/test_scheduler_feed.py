@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ class Rank:
 def facts_of(number: int, memory: int = 1 << 24) -> RankFacts:
     layout = Layout.uniform(1, 1, 8, "float32")
     identity = Identity("m", "w", shard=(number, RANKS))
-    return RankFacts(number, RANKS, identity, layout, SIZE, (SIZE,), memory, os.getpid())
+    return RankFacts(number, RANKS, identity, layout, SIZE, (SIZE,), memory)
 
 
 def keys(facts: RankFacts, tokens: Sequence[int]) -> list[BlockKey]:
@@ -216,3 +215,11 @@ def test_a_wish_that_fails_costs_the_others_nothing(rig: Rig) -> None:
 
     assert rig.ready(TOKENS) == 10
     assert rig.feed.errors == 1
+
+
+def test_closing_gives_every_hold_back(rig: Rig) -> None:
+    rig.has(TOKENS)
+    rig.ask(TOKENS)
+    rig.feed.close()
+    assert [rank.standing() for rank in rig.ranks.values()] == [[], []]
+    assert rig.ready(TOKENS) == 0

@@ -10,7 +10,8 @@ import pytest
 from tierkv.blocks import BlockKey, KeyChain, part_id
 from tierkv.decisions.types import GroupRule
 from tierkv.layout import GroupKind
-from tierkv_adapters.trtllm.holds import HoldBook, Run, needed_parts
+from tierkv_adapters.serving.replicas import needed_parts
+from tierkv_adapters.trtllm.holds import HoldBook, Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,3 +179,36 @@ def test_the_books_balance_whatever_happens(seed: int) -> None:
         )
         for kept in pinned.values():
             assert all(part_id(key, 0) in parts for key in kept)
+
+
+def test_a_prompt_far_beyond_the_room_is_cut_in_a_few_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lookups wait meanwhile, so the work must not grow with the square of the prompt."""
+    held, looks = book(100), 0
+    more = held._more
+
+    def counted(names: Sequence[BlockKey]) -> int:
+        nonlocal looks
+        looks += 1
+        return more(names)
+
+    monkeypatch.setattr(held, "_more", counted)
+    blocks, _ = held.fit(keys(1, 2000))
+    assert blocks == 100
+    assert looks <= 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_blocks_are_held_as_there_is_room_for(seed: int) -> None:
+    rng = random.Random(seed)
+    rules = (GroupRule(GroupKind.FULL), GroupRule(GroupKind.SLIDING, rng.randrange(1, 40)))
+    held = HoldBook(rules, [rng.randrange(1, 9), rng.randrange(1, 9)], SIZE, 150)
+    hold(held, keys(1, rng.randrange(1, 12)))
+    pin(held, "a", keys(1, 12))
+    names = keys(1, 60) if rng.random() < 0.5 else keys(2, 60)
+    blocks, _ = held.fit(names)
+    room = held.budget - held.used
+    most = max(n for n in range(61) if held._more(names[:n]) <= room)
+    assert held._more(names[:blocks]) <= room
+    assert blocks == most

@@ -66,8 +66,55 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 128,
         },
     ),
+    # two groups: short convolutions, whose state is the last two tokens', and full attention
+    "tiny-lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "conv_dim": 64,  # the names that vLLM reads
+            "conv_dim_out": 64,
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_norm_eps": 1e-5,
+        },
+    ),
+    # a gated delta net: a recurrent state and one of a convolution; vLLM's CPU kernel wants
+    # bfloat16 and heads that are multiples of 64
+    "tiny-qwen3next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
 }
-_SCALE = {"tiny-llama": 0.3, "tiny-gemma3": 0.2, "tiny-mla": 0.3}
+_SCALE = {
+    "tiny-llama": 0.3,
+    "tiny-gemma3": 0.2,
+    "tiny-mla": 0.3,
+    "tiny-lfm2": 0.3,
+    "tiny-qwen3next": 0.2,
+}
 NAMES = (*_TINY, "smollm2")
 
 

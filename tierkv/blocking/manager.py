@@ -37,6 +37,9 @@ class CacheManager(Control):
 
     Raises:
         ConfigError: if a setting is unknown, malformed or cannot be honoured.
+
+    Attributes:
+        portable: Whether its configuration alone makes an engine like it, in any process.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class CacheManager(Control):
         # asking for lossy compression is the opt-in to reading it
         fidelity = "exact" if all(chain.lossless for chain in chains) else "lossy"
         super().__init__(Engine(config, backends=backends, observer=observer), space, fidelity)
+        self.portable = backends is None and observer is None
 
     # ------------------------------------------------------------------ KV
 
@@ -61,6 +65,7 @@ class CacheManager(Control):
         token_ids: Sequence[int],
         into: View,
         *,
+        start: int = 0,
         session: str | None = None,
         deadline: float | str | None = None,
         space: Space | None = None,
@@ -69,7 +74,9 @@ class CacheManager(Control):
 
         Args:
             token_ids: All tokens of the prompt, from the first.
-            into: Where token 0 onwards goes.
+            into: Where token 0 onwards goes. It need back nothing before ``start`` with memory.
+            start: First token to load, the first one of a block: what is before it is in place
+                already; see :meth:`tierkv.session.Session.match`.
             session: Session it is for; None takes the current one.
             deadline: Seconds, or text such as ``"150ms"``, after which no block is waited for.
             space: Space to work in; None takes the only one bound.
@@ -79,13 +86,12 @@ class CacheManager(Control):
 
         Raises:
             ConfigError: if there is no such session, or no space to work in.
-            LayoutError: if the view does not fit the layout.
+            LayoutError: if the view does not fit the layout, or no block begins at ``start``.
             ClosedError: if the manager is not open, or was handed over.
         """
         self._check_here()
-        return self.call(
-            self._load, self._named(session), self.space(space), token_ids, into, deadline
-        )
+        name, space = self._named(session), self.space(space)
+        return self.call(self._load, name, space, token_ids, into, start, deadline)
 
     async def _load(
         self,
@@ -93,9 +99,13 @@ class CacheManager(Control):
         space: Space,
         token_ids: Sequence[int],
         into: View,
+        start: int,
         deadline: float | str | None,
     ) -> LoadResult:
-        async with self.handle(name, space) as session, session.match(token_ids) as match:
+        async with (
+            self.handle(name, space) as session,
+            session.match(token_ids, start=start) as match,
+        ):
             loaded = await match.load(into, deadline=deadline)
             return dataclasses.replace(loaded, reason=loaded.reason or match.reason)
 

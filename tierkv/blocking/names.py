@@ -8,7 +8,7 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tierkv.errors import ConfigError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tierkv.layout import Space
 
-__all__ = ["CurrentSession", "SessionEntry", "SessionNames"]
+__all__ = ["CurrentSession", "SessionEntry", "SessionFacts", "SessionNames"]
 
 _T = TypeVar("_T")
 # one variable for all managers: contexts keep their variables alive for ever
@@ -66,6 +66,24 @@ class SessionEntry:
     def facts(self) -> tuple[object, ...]:
         """What it was created with."""
         return self.name, self.tenant, self.ttl, self.fidelity, self.salt
+
+
+class SessionFacts(NamedTuple):
+    """What a session was created with, for adapters that carry its name to another engine.
+
+    Attributes:
+        name: Its name.
+        tenant: Whose it is.
+        ttl: Seconds that its blocks live after their last use, or None.
+        salt: Further secret that blocks must share to be reused.
+        epoch: Changes whenever the session begins anew: it was created again, cleared, or reset.
+    """
+
+    name: str
+    tenant: str
+    ttl: float | None
+    salt: bytes
+    epoch: int
 
 
 class SessionNames:
@@ -132,11 +150,15 @@ class SessionNames:
             self._sweep()
             return list(self._known.values())
 
-    def epoch(self, name: str) -> int:
-        """Changes when a session of this name begins anew; 0 for one that is not known here."""
+    def told(self, name: str) -> SessionFacts:
+        """What a session was created with, and since when it has its history.
+
+        Raises:
+            ConfigError: if there is none of this name.
+        """
         with self._guard:
-            self._sweep()
-            return self._epochs.get(name, 0)
+            entry = self.get(name)
+            return SessionFacts(name, entry.tenant, entry.ttl, entry.salt, self._epochs[name])
 
     def renew(self, *names: str) -> None:
         """Note that these sessions began anew: their history was dropped."""

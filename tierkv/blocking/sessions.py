@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from tierkv.blocking.lifetime import Lifetime
-from tierkv.blocking.names import CurrentSession, SessionEntry, SessionNames
+from tierkv.blocking.names import CurrentSession, SessionEntry, SessionFacts, SessionNames
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.session import SessionInfo
 from tierkv.units import parse_duration
@@ -137,19 +137,17 @@ class NamedSessions(Lifetime):
             return True
         return self._there is not None and self._there.knows_session(name)
 
-    def session_epoch(self, name: str) -> int:
-        """A number that changes when a session begins anew: created again, cleared or reset.
+    def session_facts(self, name: str) -> SessionFacts:
+        """What a session was created with, for adapters that keep its prompt themselves.
 
-        For adapters that keep a session's prompt themselves. It tells of what was done through
-        this manager; 0 for a session that others created in the engine it was handed over to.
+        Its ``epoch`` changes when the session begins anew: created again, cleared or reset through
+        this manager.
 
         Raises:
-            ConfigError: if there is no such session.
+            ConfigError: if there is no such session, or only others created it in the engine that
+                this manager was handed over to: ``create_session(name, adopt=True)`` then.
         """
-        epoch = self._names.epoch(name)
-        if not epoch and not self.knows_session(name):
-            self._names.get(name)  # says so
-        return epoch
+        return self._names.told(name)
 
     def use_session(self, name: str) -> AbstractContextManager[str]:
         """Make a session the current one of this thread or task while the block runs; nests.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tierkv.abc import StoredPart
     from tierkv.blocks import PartId
-    from tierkv.decisions.matching import Lookup
+    from tierkv.decisions.lookup import Lookup
     from tierkv.decisions.types import (
         Demote,
         Drop,

@@ -47,6 +47,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Query):
         plain = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "keys"}
+        if not value.start:  # logs of before there was one stay as they are
+            del plain["start"]
         return {"keys": b"".join(value.keys).hex(), **plain}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}

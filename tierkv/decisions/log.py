@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tierkv.decisions.core import Decisions
-    from tierkv.decisions.matching import Lookup
+    from tierkv.decisions.lookup import Lookup
 
 __all__ = ["DecisionLog", "LineLog", "replay", "runs"]
 

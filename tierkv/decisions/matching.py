@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tierkv.decisions.index import EXACT, NO_ROW, identify
+from tierkv.decisions.lookup import Lookup
 from tierkv.decisions.reasons import Reasons
-from tierkv.decisions.types import Found, FoundPart, MissReason
+from tierkv.decisions.types import Found, FoundPart
 from tierkv.errors import ClosedError
-from tierkv.layout import GroupKind
 
 if TYPE_CHECKING:
     from tierkv.blocks import PartId
@@ -20,94 +19,10 @@ if TYPE_CHECKING:
     from tierkv.decisions.placement import Placement
     from tierkv.decisions.types import Drop, Query
 
-__all__ = ["SLICE", "Lookup", "Matcher"]
+__all__ = ["SLICE", "Matcher"]
 
 SLICE: Final = 256
 """Blocks that one call handles at most."""
-
-_NEED_ALL: Final = (GroupKind.FULL, GroupKind.LATENT)
-
-
-class _Loose:
-    """A sliding or state group of one lookup: which parts are held, how far they reach back."""
-
-    __slots__ = ("group", "held", "since", "suffix", "window")
-
-    def __init__(self, group: int, window: int | None) -> None:
-        self.group = group
-        self.suffix = group.to_bytes(2, "little")
-        self.window = window  # None: a state group, which needs the part at the boundary only
-        self.since = 0  # parts since..now are all there
-        self.held: deque[tuple[int, FoundPart]] = deque()
-
-    def first(self, tokens: int, last: int, block_tokens: int) -> int:
-        """First block whose part is needed where a prefix of ``tokens`` ends with ``last``."""
-        if self.window is None:
-            return last
-        return max(0, tokens - (self.window - 1)) // block_tokens if self.window > 1 else last + 1
-
-
-class Lookup:
-    """One lookup under way; a handle for the caller, who reads :attr:`id` at most.
-
-    Attributes:
-        id: Number of the lookup, as in the decision log.
-        query: What is looked up.
-    """
-
-    __slots__ = (
-        "best",
-        "clock",
-        "counts",
-        "done",
-        "end",
-        "epoch",
-        "found",
-        "heard",
-        "id",
-        "loose",
-        "position",
-        "query",
-        "reason",
-        "rows",
-        "strict",
-    )
-
-    def __init__(self, number: int, query: Query) -> None:
-        self.id = number
-        self.query = query
-        self.strict = [
-            (group, group.to_bytes(2, "little"))
-            for group, rule in enumerate(query.groups)
-            if rule.kind in _NEED_ALL
-        ]
-        self.loose = [
-            _Loose(group, rule.window)
-            for group, rule in enumerate(query.groups)
-            if rule.kind not in _NEED_ALL
-        ]
-        self.counts = query.touch and not query.ahead  # admission and hints hear of it
-        self.clock = self.heard = 0  # heard: blocks that admission has been told of
-        self.reset(0)
-
-    def reset(self, epoch: int) -> None:
-        """Start over."""
-        self.position = 0
-        self.end = len(self.query.keys)
-        self.best = 0
-        self.reason: MissReason | None = None
-        self.found: list[FoundPart] = []
-        self.rows = array("i")  # rows of `found`
-        self.done = False
-        self.epoch = epoch
-        for loose in self.loose:
-            loose.since = 0
-            loose.held.clear()
-
-    def tokens(self, blocks: int) -> int:
-        """Tokens of a prefix of so many blocks."""
-        query = self.query
-        return query.tokens if blocks == len(query.keys) else blocks * query.block_tokens
 
 
 class Matcher(Reasons):
@@ -137,10 +52,9 @@ class Matcher(Reasons):
     # ------------------------------------------------------------------ scanning
 
     def begin(self, query: Query) -> Lookup:
-        """Start a lookup."""
-        at = self._at
+        """Start a lookup; see :class:`Lookup`."""
+        at, look = self._at, Lookup(self._number + 1, query)
         self._number += 1
-        look = Lookup(self._number, query)
         look.epoch = at.epoch
         look.clock = at.clock
         if query.touch:
@@ -167,8 +81,12 @@ class Matcher(Reasons):
         """Handle the next slice; True when the lookup is done."""
         self.lookup(look.id)
         if look.epoch != self._at.epoch:
-            self._restart(look)
-        stop = min(look.end, look.position + SLICE)
+            # something that it may count on was taken away between two slices
+            self._drop_leases(look)
+            look.reset(self._at.epoch)
+        stop, start = min(look.end, look.position + SLICE), look.query.start
+        if look.position < start:
+            self._pass_over(look, min(stop, start), now)
         if look.position < stop:
             if look.loose:
                 self._scan(look, stop, now)
@@ -192,10 +110,20 @@ class Matcher(Reasons):
         look.heard = stop
         return stop == len(query.keys)
 
-    def _restart(self, look: Lookup) -> None:
-        """Something that this lookup may count on was taken away between two slices."""
-        self._drop_leases(look)
-        look.reset(self._at.epoch)
+    def _pass_over(self, look: Lookup, stop: int, now: float) -> None:
+        """Renew what is there of blocks that are in place: they are in use, if not from here.
+
+        Else what everybody begins with would go, as nobody ever has to load it.
+        """
+        query = look.query
+        for block in range(look.position, stop if query.touch else 0):
+            for _, suffix in look.strict:
+                name = query.keys[block] + suffix
+                row, mask = self._copies(name, query.tiers, lossy=query.lossy, now=now)
+                if mask:
+                    depth = len(query.keys) - block if self._at.step < 0 else block + 1
+                    self._touch(look, row, depth, now)
+        look.position = stop
 
     def _scan_strict(self, look: Lookup, stop: int, now: float) -> None:
         """Scan blocks where all groups need every block: the common case, kept tight."""
@@ -290,16 +218,12 @@ class Matcher(Reasons):
     def _take(
         self, look: Lookup, block: int, group: int, name: bytes, now: float
     ) -> tuple[int, FoundPart] | None:
-        index = self._at.index
-        part: PartId = name  # type: ignore[assignment]
-        row = index.rows.get(part, NO_ROW)
-        mask = index.resident[row] & self._at.readable & look.query.tiers if row >= 0 else 0
-        if mask and not look.query.lossy:
-            mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
-        if not mask or index.expiry[row] <= now:
+        row, mask = self._copies(name, look.query.tiers, lossy=look.query.lossy, now=now)
+        if not mask:
             return None
-        tier = (mask & -mask).bit_length() - 1
+        index, tier = self._at.index, (mask & -mask).bit_length() - 1
         self._at.pin(row)
+        part: PartId = name  # type: ignore[assignment]
         nbytes = index.charge[tier][row]
         return row, FoundPart(part, block, group, tier, index.generation[row], nbytes)
 
@@ -309,8 +233,8 @@ class Matcher(Reasons):
 
     def _trim(self, look: Lookup) -> bool:
         """Give back at most a slice of what lies behind the prefix; True if nothing is left."""
-        budget = SLICE
-        while budget and len(look.found) > look.best * len(look.strict):
+        budget, most = SLICE, (look.best - look.query.start) * len(look.strict)
+        while budget and len(look.found) > most:
             look.found.pop()
             self._at.unpin(look.rows.pop())
             budget -= 1
@@ -330,8 +254,7 @@ class Matcher(Reasons):
         """
         self.lookup(look.id)
         if look.epoch != self._at.epoch:
-            self._restart(look)
-            while not self.advance(look, now):
+            while not self.advance(look, now):  # from its beginning
                 pass
         if not look.done:
             raise ClosedError(f"lookup {look.id} is not done; advance() it until that returns True")
@@ -385,14 +308,10 @@ class Matcher(Reasons):
     ) -> tuple[int, int, int] | None:
         """Lease one part by itself; see :meth:`Decisions.hold_part`."""
         at = self._at
-        index = at.index
-        row = index.rows.get(part, NO_ROW)
-        mask = index.resident[row] & at.readable & tiers if row >= 0 else 0
-        if mask and not lossy:
-            mask = mask & index.lossless[row] if index.flags[row] & EXACT else 0
-        if not mask or index.expiry[row] <= now:
+        row, mask = self._copies(part, tiers, lossy=lossy, now=now)
+        if not mask:
             return None
         at.pin(row)
         self._number += 1
         self._leases[self._number] = array("i", (row,))
-        return self._number, (mask & -mask).bit_length() - 1, index.generation[row]
+        return self._number, (mask & -mask).bit_length() - 1, at.index.generation[row]

@@ -1,4 +1,4 @@
-"""Why a part is a miss."""
+"""Which copies of a part will do for a lookup, and why it is a miss if none does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Reasons"]
 
 
 class Reasons:
-    """Tells why lookups end where they do."""
+    """Tells what lookups find of a part, and why they end where they do."""
 
     __slots__ = ("_at",)
 
@@ -48,3 +48,11 @@ class Reasons:
         if lossy:
             return index.resident[row]
         return index.resident[row] & index.lossless[row] if index.flags[row] & EXACT else 0
+
+    def _copies(self, name: bytes, tiers: int, *, lossy: bool, now: float) -> tuple[int, int]:
+        """Row of a part, and a bit for each tier whose copy will do."""
+        index = self._at.index
+        row = index.rows.get(name, NO_ROW)  # type: ignore[call-overload]
+        if row < 0 or index.expiry[row] <= now:
+            return row, 0
+        return row, self._fine(row, lossy) & self._at.readable & tiers

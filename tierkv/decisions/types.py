@@ -75,6 +75,7 @@ class SkipReason(Enum):
     BACKPRESSURE = "backpressure"  # the write queue is full; the tail is dropped first
     CLOSED = "closed"
     REFUSED = "refused"  # admission said no
+    RESET = "reset"  # the engine was reset after it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,8 @@ class Query:
         ahead: Whether another lookup of the same request follows (this one is a prefetch's):
             then admission and hints hear of that one only.
         tiers: Tiers, one bit each, whose copies will do; -1: any.
+        start: Leading blocks that are in place already: nothing of them is needed, found or
+            leased, whatever the kind of the group. What is there of them counts as used.
     """
 
     keys: tuple[BlockKey, ...]
@@ -150,6 +153,7 @@ class Query:
     lease: bool = True
     ahead: bool = False
     tiers: int = -1
+    start: int = 0
 
 
 class FoundPart(NamedTuple):
@@ -168,7 +172,8 @@ class Found:
     """Result of a lookup: the largest loadable prefix.
 
     Attributes:
-        blocks: Blocks of the prefix (the tail counts as one).
+        blocks: Blocks of the prefix (the tail counts as one), those before the query's start
+            included.
         tokens: Tokens of the prefix.
         parts: Parts that a load needs, ordered by block, then group. Not every block of a
             sliding or state group is needed.

@@ -149,9 +149,13 @@ class Engine(Keeping):
         )
 
     def match_many(
-        self, requests: Sequence[tuple[Session, Sequence[int]]]
+        self,
+        requests: Sequence[tuple[Session, Sequence[int]] | tuple[Session, Sequence[int], int]],
     ) -> AbstractAsyncContextManager[list[Match]]:
-        """Open several matches: ``async with engine.match_many([(session, ids), ...])``."""
+        """Open several matches: ``async with engine.match_many([(session, ids), ...])``.
+
+        A third item is the token to start at; see :meth:`tierkv.session.Session.match`.
+        """
         return match_many(requests)
 
     async def load_many(
@@ -226,10 +230,14 @@ class Engine(Keeping):
     async def reset(self) -> int:
         """Clear every session and forget every part that nobody is reading.
 
+        Stores that were asked for before this become visible no more: they skip their blocks with
+        reason RESET, also those whose callers were cancelled while a medium was being written.
+
         Returns:
             How many copies were forgotten.
         """
         core = self.core
+        core.resets += 1
         for state in self._sessions:
             self._sessions.clear(state)
         await self.runtime.behind.drain()

@@ -119,6 +119,7 @@ class Core(Traffic):
         self.closing = Signal()
         self.bytes_copied = 0
         self.bytes_gathered = 0
+        self.resets = 0
         self.on_drop: Callable[[PartId, int], object] | None = None
         self.devices = Devices()
         self.spaces: dict[bytes, Space] = {}

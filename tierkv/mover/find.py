@@ -32,7 +32,7 @@ async def find(core: Core, query: Query) -> Found:
 def tokens_by_tier(core: Core, found: Found, block_tokens: int) -> dict[str, int]:
     """Tokens of a prefix by tier: a block counts for the slowest one that a part of it is in."""
     tiers = {part.tier for part in found.parts}
-    if len(tiers) == 1 and len(found.parts) >= found.blocks:
+    if len(tiers) == 1 and len(found.parts) >= found.blocks and not found.parts[0].block:
         return {core.levels[tiers.pop()].name: found.tokens}
     slowest: dict[int, int] = {}
     for part in found.parts:

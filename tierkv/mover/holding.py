@@ -135,7 +135,13 @@ class Holding(ABC):
             self.give_up_from(index, SkipReason.FULL if full else SkipReason.FAILED)
 
     def _chain_is_broken(self) -> bool:
-        """Give everything up if what it stands on was given up: it would be out of reach."""
+        """Give everything up if what it stands on was given up: it would be out of reach.
+
+        The same if the engine was reset since the store was asked for: it would come back.
+        """
+        if self.core.resets != self.plan.resets:
+            self.refuse(SkipReason.RESET)
+            return True
         previous, self.previous = self.previous, None  # or a long store keeps all its batches
         if previous is None or previous.broken is None:
             return False

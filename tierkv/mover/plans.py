@@ -55,6 +55,8 @@ class StorePlan:
         device: Device whose memory the view is in; None: plain host memory.
         ready: What the device has to wait for before the view can be read.
         nbytes: Bytes of all its parts, as far as that is known beforehand.
+        resets: How often the engine had been reset when the store was asked for: if it is reset
+            after that, nothing more of it becomes visible.
         done: Each part and what became of it, in order.
     """
 
@@ -70,6 +72,7 @@ class StorePlan:
     device: Device | None = None
     ready: Event | None = None
     nbytes: int = 0
+    resets: int = 0
     done: list[tuple[NewPart, PartOutcome]] = field(default_factory=list)
 
     def label(self, new: NewPart, generation: int, expires: float | None) -> PartLabel:

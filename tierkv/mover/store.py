@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
     from tierkv.mover.gathering import Gather
+    from tierkv.mover.letting_go import LastRead
     from tierkv.mover.levels import Level
     from tierkv.mover.plans import NewPart, StorePlan
     from tierkv.mover.writing import Writing
@@ -58,6 +59,7 @@ async def store(
     behind: WriteBehind,
     plans: Sequence[StorePlan],
     begun: Sequence[Begun] = (),
+    last: LastRead | None = None,
 ) -> None:
     """Store the parts of each plan in order; ``plan.done`` gets one entry per part.
 
@@ -67,6 +69,9 @@ async def store(
         plans: What to store.
         begun: What is gathered already, ahead of the parts that the plans list; whoever began it
             rolls it back if this raises.
+        last: Told, if it is wanted, as soon as all is gathered, or else left for the caller to
+            tell. What a tier fails to write after that is skipped: nothing is left to read for
+            another one.
 
     Raises:
         LayoutError: if a view does not fit its space.
@@ -82,6 +87,8 @@ async def store(
         for batch in batches(core, plans, batch_bytes(core, plans)):
             await flow.put(batch)
             await asyncio.sleep(0)  # blocks that are present already take no await of their own
+        if last is not None and last.wanted:
+            await flow.let_go(last)
         await flow.drain()
     finally:
         await flow.abandon()
@@ -97,6 +104,8 @@ class _Flow:
         self._launched: deque[Passage] = deque()
         self._last: dict[int, Writing] = {}
         self._before: Signal | None = None
+        self._orphans = False  # whether a part was left behind for want of its parent
+        self._gone = False  # whether the views may not be read any more
 
     async def put(self, batch: Sequence[Run]) -> None:
         """Start a batch; it may still be under way when this returns."""
@@ -139,6 +148,17 @@ class _Flow:
             await self._finish(self._launched.popleft())
         self._last.clear()
         self._before = None
+
+    async def let_go(self, last: LastRead) -> None:
+        """Gather what is left to gather; tell it, unless some parts have to be read once more."""
+        while self._gathered:
+            await self._launch()
+        if not all(passage.smooth for passage in self._launched):
+            await self.drain()  # what was refused is read again, for another tier
+        if last.again and self._orphans:
+            return
+        self._gone = True
+        last.tell()
 
     async def abandon(self) -> None:
         """Roll back what was only gathered, once no copy touches it. What is written goes on."""
@@ -236,7 +256,7 @@ class _Flow:
         """Try the slower tiers with what the first one did not take; each part goes to one."""
         core, batch = self._core, passage.batch
         await self._settle(passage)
-        for level in core.levels[passage.level.index :]:
+        for level in () if self._gone else core.levels[passage.level.index :]:
             if level is not passage.level:
                 await self._through(level, batch)
             busy = [new for run in batch for new in run.busy()]
@@ -252,6 +272,7 @@ class _Flow:
             if not any(run.left for run in batch):
                 break
         for run in batch:
+            self._orphans |= any(o.skip is SkipReason.NO_PARENT for o in run.outcomes)
             run.plan.done.extend(zip(run.parts, run.outcomes, strict=True))
             _observe(core, run.outcomes)
 

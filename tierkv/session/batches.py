@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tierkv import views
 from tierkv.blocks import as_token_ids
 from tierkv.errors import LayoutError, SessionBusyError
+from tierkv.mover.letting_go import LastRead
 from tierkv.mover.load import load
 from tierkv.mover.store import store
 from tierkv.session.base import Handle
@@ -18,7 +19,7 @@ from tierkv.session.saving import finish_store, plan_store, replan_store, source
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from tierkv.abc import Event, View
     from tierkv.blocks import Media
@@ -35,6 +36,11 @@ class StoreRequest(NamedTuple):
 
     ``ready`` is an event of the view's device behind the work that fills the view; None takes what
     the thread that runs the engine's loop has submitted when the store begins.
+
+    ``gathered`` is called, on the loop, once no thread and no device reads the view any more, which
+    may be long before the store is over: a medium is written from the engine's own memory. It is
+    called exactly once, also if the store fails or is cancelled, and must not raise. A part that a
+    tier fails to write after that is skipped, as the KV is gone that another one would take.
     """
 
     session: Session
@@ -44,6 +50,7 @@ class StoreRequest(NamedTuple):
     tail: bool = False
     media: Sequence[Media] = ()
     ready: Event | None = None
+    gathered: Callable[[], object] | None = None
 
 
 _STORES = range(3, len(StoreRequest._fields) + 1)
@@ -66,22 +73,30 @@ def _in_order(sessions: Sequence[Session]) -> list[int]:
 
 @asynccontextmanager
 async def match_many(
-    requests: Sequence[tuple[Session, Sequence[int]]],
+    requests: Sequence[tuple[Session, Sequence[int]] | tuple[Session, Sequence[int], int]],
 ) -> AsyncIterator[list[Match]]:
     """Open a match per request; all are left together.
 
     Each session may occur once: its turn is held until the matches are left. Sessions are
     entered in one order everywhere, so that two batches cannot wait for each other.
 
+    Args:
+        requests: A session and the tokens of a prompt each, and the token to start at if it is
+            not 0; see :meth:`tierkv.session.Session.match`.
+
     Raises:
         SessionBusyError: if a session occurs twice.
     """
-    pairs = _checked(requests, (2,), "match_many takes pairs (session, token_ids)")
-    for session, _ in pairs:
+    usage = "match_many takes (session, token_ids) or (session, token_ids, start)"
+    asked = _checked(requests, (2, 3), usage)
+    for session, *_ in asked:
         _of(Handle, session, "a session")
-    matches = [session.match(token_ids) for session, token_ids in pairs]
+    matches = [
+        session.match(token_ids, start=start[0] if start else 0)
+        for session, token_ids, *start in asked
+    ]
     async with AsyncExitStack() as stack:
-        for number in _in_order([session for session, _ in pairs]):
+        for number in _in_order([session for session, *_ in asked]):
             await stack.enter_async_context(matches[number])
         yield matches
 
@@ -95,7 +110,8 @@ async def load_many(
 
     Args:
         runtime: Of the engine.
-        requests: A match and a view each, and the token to start at if it is not 0.
+        requests: A match and a view each, and the token to start at if it is another one than
+            that of the match.
         deadline: Seconds (or text) after which no further block is waited for.
     """
     core = runtime.core
@@ -104,7 +120,7 @@ async def load_many(
     asked = _checked(requests, (2, 3), "load_many takes (match, view) or (match, view, start)")
     for match, *_ in asked:
         _of(Match, match, "an open match")
-    firsts = [await match.begin(start[0] if start else 0, until) for match, _, *start in asked]
+    firsts = [await match.begin(start[0] if start else None, until) for match, _, *start in asked]
     plans = [
         match.plan(into, first=first)  # no await from here to the load, which keeps the leases
         for (match, into, *_), first in zip(asked, firsts, strict=True)
@@ -127,14 +143,20 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
             stored then.
         SessionBusyError: if a session occurs twice.
     """
+    usage = "store_many takes StoreRequest(session, ids, kv)"
+    requests = [StoreRequest(*request) for request in _checked(requests, _STORES, usage)]
+    last = LastRead(each.gathered for each in requests if callable(each.gathered))
+    try:
+        return await _store_many(runtime, requests, last)
+    finally:
+        last.tell()
+
+
+async def _store_many(
+    runtime: Runtime, requests: Sequence[StoreRequest], last: LastRead
+) -> list[StoreResult]:
     core = runtime.core
-    start = core.clock()
-    requests = [
-        StoreRequest(*request)
-        for request in _checked(
-            requests, _STORES, "store_many takes StoreRequest(session, ids, kv)"
-        )
-    ]
+    start, resets = core.clock(), core.resets
     requests = [checked(request) for request in requests]
     sources = [source_of(core, request.kv, request.ready) for request in requests]
     held: list[Session] = []
@@ -146,9 +168,10 @@ async def store_many(runtime: Runtime, requests: Sequence[StoreRequest]) -> list
         for request, source in zip(requests, sources, strict=True):
             chain, _ = await follow(request.session, request.token_ids, request.media)
             saving = plan_store(request.session, chain, source, request.start, tail=request.tail)
+            saving.plan.resets = resets
             savings.append(saving)
-        await store(core, runtime.behind, [saving.plan for saving in savings])
-        await store_again(runtime, [request.session for request in requests], savings)
+        await store(core, runtime.behind, [saving.plan for saving in savings], last=last)
+        await store_again(runtime, [request.session for request in requests], savings, last)
         results = [
             await finish_store(request.session, saving)
             for request, saving in zip(requests, savings, strict=True)
@@ -192,13 +215,27 @@ def checked(request: StoreRequest) -> StoreRequest:
     except TypeError:
         raise LayoutError(f"start must be a token index, not {request.start!r:.80}") from None
     size = session.space.block_tokens
+    if request.gathered is not None and not callable(request.gathered):
+        raise LayoutError(f"gathered is a function to call, not {request.gathered!r:.80}")
     needed = len(ids) if request.tail else len(ids) // size * size
     views.check(request.kv, session.space.layout, needed)
     return request._replace(token_ids=ids, start=start)
 
 
-async def store_again(runtime: Runtime, sessions: Sequence[Session], savings: list[Saving]) -> None:
-    """Once more, from further ahead, where blocks have gone that a store counted on."""
+async def store_again(
+    runtime: Runtime,
+    sessions: Sequence[Session],
+    savings: list[Saving],
+    last: LastRead | None = None,
+) -> None:
+    """Once more, from further ahead, where blocks have gone that a store counted on.
+
+    Unless ``last`` was told: the views may not be read any more then.
+    """
+    if last is not None:
+        if last.over:
+            return
+        last.again = False
     again = []
     for number, session in enumerate(sessions):
         earlier = await replan_store(session, savings[number])
@@ -206,4 +243,4 @@ async def store_again(runtime: Runtime, sessions: Sequence[Session], savings: li
             savings[number] = earlier
             again.append(earlier.plan)
     if again:
-        await store(runtime.core, runtime.behind, again)
+        await store(runtime.core, runtime.behind, again, last=last)

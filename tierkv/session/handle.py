@@ -15,7 +15,7 @@ from tierkv.session.match import Match
 from tierkv.session.nowait import get_nowait
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierkv.abc import Event, View
     from tierkv.blocks import BlockKey, Media
@@ -35,14 +35,22 @@ class Session(Handle):
     :meth:`destroy` does.
     """
 
-    def match(self, token_ids: Sequence[int], *, media: Sequence[Media] = ()) -> Match:
+    def match(
+        self, token_ids: Sequence[int], *, media: Sequence[Media] = (), start: int = 0
+    ) -> Match:
         """The longest loadable prefix of a prompt, leased: ``async with session.match(ids)``.
 
         Args:
             token_ids: All tokens of the prompt, from the first.
             media: Content behind placeholder tokens.
+            start: First token that is asked for, the first one of a block (or the end of the
+                prompt): what is before it is in place already, its windows and states, too, and
+                need not be stored anywhere. Blocks of it that are stored count as used.
+
+        Raises:
+            LayoutError: if no block begins at ``start``.
         """
-        return Match(self, token_ids, media)
+        return Match(self, token_ids, media, start)
 
     async def store(
         self,
@@ -53,6 +61,7 @@ class Session(Handle):
         tail: bool = False,
         media: Sequence[Media] = (),
         ready: Event | None = None,
+        gathered: Callable[[], object] | None = None,
     ) -> StoreResult:
         """Store the full blocks of ``token_ids`` whose KV is in ``kv``.
 
@@ -67,6 +76,10 @@ class Session(Handle):
                 fills the view. None: whatever was submitted on the current stream of the thread
                 that runs this; a model that runs in another thread, on a stream of its own,
                 records one there.
+            gathered: Called, on the loop, once no thread and no device reads the view any more: a
+                tier that is a medium is written afterwards, from the engine's own memory. Exactly
+                once, also if this raises. It must not raise. A part that a tier fails to write
+                after that is skipped: the KV is gone that the next one would take.
 
         Returns:
             Per block: stored, present, or skipped and why. The tensors may be overwritten now.
@@ -78,10 +91,11 @@ class Session(Handle):
         Blocks before ``start`` that have gone meanwhile are stored again, since those behind them
         would be of no use.
 
-        Cancellation: blocks published so far stay; the rest is as if never stored. At most one
-        slice (32 MiB) of a gather is waited for, and copies of a device that are under way.
+        Cancellation: blocks published so far stay, and those that are being written to a medium
+        become visible later; the rest is as if never stored. At most one slice (32 MiB) of a gather
+        is waited for, and copies of a device that are under way.
         """
-        request = StoreRequest(self, token_ids, kv, start, tail, media, ready)
+        request = StoreRequest(self, token_ids, kv, start, tail, media, ready, gathered)
         return (await store_many(self.runtime, [request]))[0]
 
     def store_layers(

@@ -145,7 +145,9 @@ class LayerStore:
             # something lossy was loaded meanwhile: frames that claim otherwise must not appear
             await layering.abandon()
             chain, _ = await follow(session, self._request.token_ids, self._request.media)
+            resets = saving.plan.resets
             saving = plan_store(session, chain, now, self._request.start)
+            saving.plan.resets = resets
             layering = Layering(core, session.runtime.behind, saving.plan)
         saving.plan.ready = now.ready
         await layering.finish()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING
 
 from tierkv.blocks import as_token_ids
 from tierkv.decisions.types import Found, GroupRule, MissReason, Query
-from tierkv.errors import ClosedError
+from tierkv.errors import ClosedError, LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find, tokens_by_tier
 from tierkv.mover.lease import Lease
@@ -33,9 +34,9 @@ NEED_ALL = (GroupKind.FULL, GroupKind.LATENT)
 
 
 def make_query(
-    session: Session, keys: Sequence[BlockKey], tokens: int, *, touch: bool = True
+    session: Session, keys: Sequence[BlockKey], tokens: int, *, touch: bool = True, start: int = 0
 ) -> Query:
-    """The lookup for these blocks, with this session's rights."""
+    """The lookup for these blocks, from number ``start`` on, with this session's rights."""
     space = session.space
     return Query(
         keys=tuple(keys),
@@ -45,6 +46,7 @@ def make_query(
         lossy=session.lossy,
         ttl=session.ttl,
         touch=touch,
+        start=start,
     )
 
 
@@ -52,7 +54,11 @@ class LeasedPrefix:
     """What :class:`~tierkv.session.Match` is before it loads: a lookup, its lease, its worth."""
 
     def __init__(
-        self, session: Session, token_ids: Sequence[int], media: Sequence[Media] = ()
+        self,
+        session: Session,
+        token_ids: Sequence[int],
+        media: Sequence[Media] = (),
+        start: int = 0,
     ) -> None:
         self.tokens = 0
         self.reason: MissReason | None = None
@@ -61,6 +67,7 @@ class LeasedPrefix:
         self._session = session
         self._ids = as_token_ids(token_ids)
         self._media = media
+        self._first = self._block_at(start)  # what is before it is in place
         self._keys: tuple[BlockKey, ...] = ()
         self._open = False
         self._found = Found(0, 0, (), 0, None)
@@ -87,9 +94,10 @@ class LeasedPrefix:
             chain, shared = await follow(session, self._ids, self._media)
             session.lineage = []
             self._keys, tokens = with_tail(session, chain)
-            self._take(await find(core, make_query(session, self._keys, tokens)))
+            query = make_query(session, self._keys, tokens, start=self._first)
+            self._take(await find(core, query))
             if core.decisions.costs.speed(session.space.fingerprint):
-                await self.weigh()
+                await self.weigh(first=self._first)
             session.check_open()  # another task may have left it meanwhile
         except BaseException:
             self._release()
@@ -138,7 +146,7 @@ class LeasedPrefix:
         self._lease = Lease(self._session.runtime.core, found.lease)
         self.tokens = self.worth = found.tokens
         self.reason = found.reason
-        self.rule, self._runs, self._weighed, self._part = "", None, 0, None
+        self.rule, self._runs, self._weighed, self._part = "", None, self._first, None
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
@@ -176,7 +184,8 @@ class LeasedPrefix:
     async def _shorter(self, choice: LoadChoice) -> tuple[Found, Lease]:
         """Look a shorter prefix up: it needs other windows and states."""
         core, keys = self._session.runtime.core, self._keys[: choice.blocks]
-        query = make_query(self._session, keys, choice.tokens, touch=False)
+        start = self._first
+        query = make_query(self._session, keys, choice.tokens, touch=False, start=start)
         found = await find(core, query)
         lease = Lease(core, found.lease)
         self._also.append(lease)
@@ -184,15 +193,29 @@ class LeasedPrefix:
             self._release()
         return replace(found, reason=choice.reason), lease
 
+    def _block_at(self, start: int) -> int:
+        """Number of the block that begins at a token (a prompt's end counts as a beginning)."""
+        size = self._session.space.block_tokens
+        try:
+            token = index(start)
+        except TypeError:
+            raise LayoutError(f"start must be a token index, not {start!r:.80}") from None
+        if token % size or not 0 <= token <= len(self._ids):
+            raise LayoutError(
+                f"start must be a multiple of {size} (block_tokens) from 0 to {len(self._ids)} "
+                f"(the prompt), not {token}"
+            )
+        return token // size
+
     def _observe(self, shared: int, start: float) -> None:
         core = self._session.runtime.core
         space = self._session.space
-        found = self._found
+        found, begin = self._found, self._first * space.block_tokens
         by_tier = tokens_by_tier(core, found, space.block_tokens)
         core.observer.lookup(
-            requested=len(self._ids),
-            reusable=shared // space.block_tokens * space.block_tokens,
-            matched=found.tokens,
+            requested=len(self._ids) - begin,
+            reusable=max(shared // space.block_tokens * space.block_tokens - begin, 0),
+            matched=found.tokens - begin,
             by_tier=by_tier,
             reason=found.reason.value if found.reason else None,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 from typing import TYPE_CHECKING
 
 from tierkv import views
@@ -52,7 +51,8 @@ class Match(LeasedPrefix):
     :attr:`tokens` promises stays loadable until the match is left. No bytes move yet.
 
     Attributes:
-        tokens: Tokens of the loadable prefix.
+        tokens: Tokens of the loadable prefix; with ``start``, those before it are counted, too,
+            as the caller vouches for them.
         reason: Why it is not longer; None if it covers every full block of the prompt.
         worth: Tokens of it that :meth:`load` is expected to bring: fewer where a tier is slower
             than recomputing, which is known once :meth:`Session.computed` told the speed.
@@ -98,7 +98,7 @@ class Match(LeasedPrefix):
         return plan
 
     async def load(
-        self, into: View, *, start: int = 0, deadline: float | str | None = None
+        self, into: View, *, start: int | None = None, deadline: float | str | None = None
     ) -> LoadResult:
         """Copy the matched prefix, or what is missing of it, into the caller's memory.
 
@@ -106,7 +106,8 @@ class Match(LeasedPrefix):
             into: Where token 0 onwards goes. It need back nothing before ``start`` with memory.
             start: First token to load, the first one of a block (or the end of the prompt): what
                 is before it is in place already. That is neither read nor written, and costs the
-                load nothing; windows and states lack nothing that lies before it.
+                load nothing; windows and states lack nothing that lies before it. None: what the
+                match was opened with.
             deadline: Seconds (or text such as ``"150ms"``) after which no further block is waited
                 for.
 
@@ -119,7 +120,8 @@ class Match(LeasedPrefix):
 
         Raises:
             ClosedError: if the match or the engine is closed.
-            LayoutError: if the view does not fit the layout, or no block begins at ``start``.
+            LayoutError: if the view does not fit the layout, or no block begins at ``start``, or it
+                is before the start of the match.
             LoadIncomplete: if a tier hangs while it reads straight into a view made with
                 ``owned=True``: the read may land at any time, so drop the view.
 
@@ -142,31 +144,23 @@ class Match(LeasedPrefix):
         self.observe_load(plan, core.clock() - began)
         return self.result(plan)
 
-    async def begin(self, start: int, until: float | None) -> int:
+    async def begin(self, start: int | None, until: float | None) -> int:
         """Weigh a load from token ``start`` on, unless that was done; the block that it is.
 
         Raises:
-            LayoutError: if no block begins at ``start``.
+            LayoutError: if no block begins at ``start``, or it was not looked up.
         """
-        first = self._block_at(start)
+        first = self._first if start is None else self._block_at(start)
+        if first < self._first:
+            begin = self._first * self._session.space.block_tokens
+            raise LayoutError(
+                f"this match was opened with start={begin}: nothing before it was looked up, so "
+                f"that no load can start at {start}"
+            )
         costs, space = self._session.runtime.core.decisions.costs, self._session.space
         if until is not None or (first != self._weighed and costs.speed(space.fingerprint)):
             await self.weigh(until, first)
         return first
-
-    def _block_at(self, start: int) -> int:
-        """Number of the block that begins at a token (a prompt's end counts as a beginning)."""
-        size = self._session.space.block_tokens
-        try:
-            token = index(start)
-        except TypeError:
-            raise LayoutError(f"start must be a token index, not {start!r:.80}") from None
-        if token % size or not 0 <= token <= len(self._ids):
-            raise LayoutError(
-                f"start must be a multiple of {size} (block_tokens) from 0 to {len(self._ids)} "
-                f"(the prompt), not {token}"
-            )
-        return token // size
 
     async def replan(self, plan: LoadPlan, until: float | None) -> LoadPlan:
         """Find a shorter prefix where a failure left windows or states uncovered."""
@@ -182,7 +176,8 @@ class Match(LeasedPrefix):
                 break
             keys = self._keys[: plan.progress.blocks]
             self._release()
-            self._take(await find(core, make_query(self._session, keys, len(keys) * size)))
+            query = make_query(self._session, keys, len(keys) * size, start=self._first)
+            self._take(await find(core, query))
             if not self._open:  # left meanwhile, which knew nothing of this lease
                 self._release()
             plan = self.plan(plan.view, self.tokens, plan.first)
@@ -233,8 +228,11 @@ class Match(LeasedPrefix):
 
         Raises:
             ClosedError: if the match is not open.
-            LayoutError: if the view does not fit the layout, or ``tokens`` is another number.
+            LayoutError: if the view does not fit the layout, ``tokens`` is another number, or the
+                match was opened with a ``start``: layers come from token 0 on.
         """
+        if self._first:
+            raise LayoutError("layers come from token 0 on: open a match without start for them")
         wanted = self.tokens if tokens is None else tokens
         layers = LayerLoad(self._session.runtime.core, self.plan(into, wanted))
         self._layers.append(layers)

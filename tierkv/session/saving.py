@@ -191,6 +191,7 @@ def _saving(
         device=source.device,
         ready=source.ready,
         nbytes=_bytes_of(state.space, len(keys) - first),
+        resets=session.runtime.core.resets,
     )
     return Saving(plan, keys, total, first, tail)
 
@@ -224,6 +225,8 @@ async def replan_store(session: Session, saving: Saving) -> Saving | None:
     stored again.
     """
     plan, keys = saving.plan, saving.keys
+    if plan.resets != session.runtime.core.resets:
+        return None
     if not saving.first or not any(o.skip is SkipReason.NO_PARENT for _, o in plan.done):
         return None
     core = session.runtime.core

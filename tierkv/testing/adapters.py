@@ -18,6 +18,7 @@ is told in :mod:`tierkv_adapters.serving`.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -97,69 +98,55 @@ class AdapterTests:
     """Whether they can carry media."""
     durable: ClassVar[bool] = True
     """Whether what was stored outlives :meth:`Served.close`, in files below ``root``."""
+    kv_files: ClassVar[tuple[str, ...]] = ("*",)
+    """Names of the files below ``root`` that hold KV, or tell where it is; of an ``nvme`` tier
+    ``("segment-*", "journal-*")``."""
 
     def make(self, root: Path) -> Served:
         """An engine whose adapter may keep files below ``root``."""
         raise NotImplementedError
 
-    def stored_files(self, root: Path) -> list[Path]:
-        """Files below ``root`` that hold KV; a subclass leaves out what only names them."""
-        return [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-
     def test_new_prompts_are_computed(self, tmp_path: Path) -> None:
         """Nothing is reused where nothing was stored; prompts shorter than a block, too."""
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             for tokens in (_LONG, _OTHER, (250,)):
                 (answer,) = engine.answer([Ask(tokens)])
                 assert (answer.reused, len(answer.tokens)) == (0, 4)
-        finally:
-            engine.close()
 
     def test_repeats_reuse_and_answer_alike(self, tmp_path: Path) -> None:
         """The second time a prompt's whole blocks are reused, and the answer is the same."""
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             first = self._stored(engine, Ask(_LONG))
             again = self._again(engine, Ask(_LONG), len(_LONG))
             assert again.tokens == first.tokens
-        finally:
-            engine.close()
 
     def test_prompts_of_whole_blocks(self, tmp_path: Path) -> None:
         """The engine needs a token to compute: reuse leaves it one, or knows how to do without."""
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             ask = Ask(_LONG[:40])
             first = self._stored(engine, ask)
             again = self._again(engine, ask, 40)
             assert again.tokens == first.tokens
-        finally:
-            engine.close()
 
     def test_the_next_turn_reuses_the_reply(self, tmp_path: Path) -> None:
         """KV of generated tokens is kept as that of prompts is."""
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             first = self._stored(engine, Ask(_LONG, max_tokens=24))
             turn = (*_LONG, *first.tokens, 7, 8, 9)
             self._again(engine, Ask(turn), len(_LONG) + 24)
-        finally:
-            engine.close()
 
     def test_prompts_that_part(self, tmp_path: Path) -> None:
         """Reuse ends where the prompts part, and the answer is that of the new one."""
-        engine, other = self.make(tmp_path / "a"), self.make(tmp_path / "b")
-        try:
+        with (
+            closing(self.make(tmp_path / "a")) as engine,
+            closing(self.make(tmp_path / "b")) as other,
+        ):
             self._stored(engine, Ask(_LONG))
             ask = Ask((*_LONG[:22], *_OTHER[:20]))
             (expected,) = other.answer([ask])
             (answer,) = engine.answer([ask])
             assert answer.tokens == expected.tokens
             assert answer.reused <= 22
-        finally:
-            engine.close()
-            other.close()
 
     def test_salts_are_kept_apart(self, tmp_path: Path) -> None:
         """Neither another salt nor none reuses anything."""
@@ -181,75 +168,61 @@ class AdapterTests:
 
     def test_side_by_side(self, tmp_path: Path) -> None:
         """Requests that share a batch, and prefixes, are answered as each one alone is."""
-        engine, other = self.make(tmp_path / "a"), self.make(tmp_path / "b")
-        try:
+        with (
+            closing(self.make(tmp_path / "a")) as engine,
+            closing(self.make(tmp_path / "b")) as other,
+        ):
             asks = [Ask((*_LONG[:at], *_OTHER[at:])) for at in (0, 9, 16, 30, 41)]
             alone = [other.answer([ask])[0].tokens for ask in asks]
             for _ in range(3):
                 assert [answer.tokens for answer in engine.answer(asks)] == alone
                 engine.settle()
-        finally:
-            engine.close()
-            other.close()
 
     def test_requests_are_given_up(self, tmp_path: Path) -> None:
         """Wherever a request was given up, the engine goes on, and answers alike."""
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             first = self._stored(engine, Ask(_LONG))
             for steps in range(6):
                 engine.give_up(Ask((*_LONG, *_OTHER), max_tokens=9), steps)
                 (answer,) = engine.answer([Ask(_LONG)])
                 assert answer.tokens == first.tokens
             engine.settle()
-        finally:
-            engine.close()
 
     def test_restarts(self, tmp_path: Path) -> None:
         """Another engine over the same files reuses what the first one stored."""
         if not self.durable:
             return
-        engine = self.make(tmp_path)
-        first = self._stored(engine, Ask(_LONG))
-        engine.close()
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
+            first = self._stored(engine, Ask(_LONG))
+        with closing(self.make(tmp_path)) as engine:
             again = self._again(engine, Ask(_LONG), len(_LONG))
             assert again.tokens == first.tokens
-        finally:
-            engine.close()
 
     def test_damaged_files(self, tmp_path: Path) -> None:
         """Where stored bytes changed, the answer does not."""
         if not self.durable:
             return
-        engine = self.make(tmp_path)
-        first = self._stored(engine, Ask(_LONG))
-        engine.close()
-        paths = self.stored_files(tmp_path)
+        with closing(self.make(tmp_path)) as engine:
+            first = self._stored(engine, Ask(_LONG))
+        found = {path for name in self.kv_files for path in tmp_path.rglob(name)}
+        paths = sorted(path for path in found if path.is_file() and not path.is_symlink())
         assert paths, "nothing was stored"
         for path in paths:
             _damage(path)
-        engine = self.make(tmp_path)
-        try:
+        with closing(self.make(tmp_path)) as engine:
             for _ in range(2):
                 engine.expect(Ask(_LONG))
                 engine.settle()
                 (answer,) = engine.answer([Ask(_LONG)])
                 assert answer.tokens == first.tokens
-        finally:
-            engine.close()
 
     def _kept_apart(self, root: Path, stored: Ask, asks: list[Ask], shared: int) -> None:
-        engine = self.make(root)
-        try:
+        with closing(self.make(root)) as engine:
             self._stored(engine, stored)
             self._again(engine, stored, len(stored.tokens))
             for ask in asks:
                 (answer,) = engine.answer([ask])
                 assert answer.reused <= shared, f"{answer.reused} tokens of {stored} for {ask}"
-        finally:
-            engine.close()
 
     def _stored(self, engine: Served, ask: Ask) -> Answer:
         (answer,) = engine.answer([ask])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tierkv_adapters.chat.result import GenerateResult, Token
 from tierkv_adapters.hf.handle import AsyncHandle, SyncHandle, attach
-from tierkv_adapters.hf.result import GenerateResult, Status, Token
+from tierkv_adapters.hf.result import Status
 
 __all__ = ["AsyncHandle", "GenerateResult", "Status", "SyncHandle", "Token", "attach"]

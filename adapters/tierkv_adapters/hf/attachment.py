@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tierkv.engine import Engine
     from tierkv.session import Session
-    from tierkv_adapters.hf.result import GenerateResult
+    from tierkv_adapters.chat.result import GenerateResult
     from tierkv_adapters.hf.turn import Request
 
 __all__ = ["Attachment", "Opener"]

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierkv.session import Session
+    from tierkv_adapters.chat.result import GenerateResult
     from tierkv_adapters.hf.attachment import Opener
-    from tierkv_adapters.hf.result import GenerateResult, Status
+    from tierkv_adapters.hf.result import Status
     from tierkv_adapters.hf.stream import Begin, Started
     from tierkv_adapters.hf.turn import Bound
 

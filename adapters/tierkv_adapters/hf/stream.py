@@ -8,8 +8,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tierkv.errors import ClosedError
-from tierkv_adapters.hf.prompts import Deltas
-from tierkv_adapters.hf.result import Token
+from tierkv_adapters.chat.prompts import Deltas
+from tierkv_adapters.chat.result import Token
 from tierkv_adapters.hf.turn import absorb
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tierkv.blocking import CacheManager
     from tierkv.workers import Job
-    from tierkv_adapters.hf.result import GenerateResult
+    from tierkv_adapters.chat.result import GenerateResult
     from tierkv_adapters.hf.turn import Turn
 
 __all__ = ["Begin", "Started", "SyncTokenStream", "TokenStream"]

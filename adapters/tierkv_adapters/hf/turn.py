@@ -25,11 +25,11 @@ from tierkv.errors import (
     LoadIncomplete,
     TierKVError,
 )
+from tierkv_adapters.chat.prompts import encode_prompt
+from tierkv_adapters.chat.result import GenerateResult
 from tierkv_adapters.hf.arguments import expected_new_tokens, with_our_cache
 from tierkv_adapters.hf.cache import TierCache
 from tierkv_adapters.hf.compat import base_model, cache_keyword, input_device, vocabulary_size
-from tierkv_adapters.hf.prompts import encode_prompt
-from tierkv_adapters.hf.result import GenerateResult
 from tierkv_adapters.hf.view import CapturedView, RestoreView
 
 if TYPE_CHECKING:

@@ -89,6 +89,9 @@ class Asking:
                 if line is not None:
                     line.close()
                 line = self._line = self._connections.take()
+                if self._connections.is_closed:  # just now: whoever closed it saw no line
+                    line.close()
+                    self._connections.check()
             return line.line
 
     def _ask(self, op: str, body: bytes = b"", **fields: object) -> Any:

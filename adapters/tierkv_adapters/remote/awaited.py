@@ -58,10 +58,13 @@ class AwaitedEngines:
                         client.stats()
                 except ClosedError:
                     return False
-                for name, fields in self._waiting.items():
-                    for client in self.clients:
-                        client.create_session(name, adopt=True, **fields)
-                self._waiting.clear()
+                for name in list(self._waiting):  # sessions may be destroyed meanwhile, unlocked
+                    if (fields := self._waiting.get(name)) is not None:
+                        for client in self.clients:
+                            client.create_session(name, adopt=True, **fields)
+                        if self._waiting.pop(name, None) is None:
+                            for client in self.clients:
+                                client.destroy_session(name)
                 self._came = True
             return True
 

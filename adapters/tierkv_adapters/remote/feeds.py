@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tierkv.errors import ClosedError, TierKVError
+from tierkv.workers import Signal
+from tierkv_adapters.remote.ending import first_of
 from tierkv_adapters.remote.hub import Hub
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from tierkv.blocks import PartId
 
 __all__ = ["Index", "LocalFeed", "SocketFeed"]
-
-_log = logging.getLogger("tierkv.remote")
 
 
 class Index(Protocol):
@@ -46,6 +45,7 @@ class LocalFeed:
         self._index = index
         self._rank = rank
         self._whole = threading.Event()
+        self._closing = Signal()
         self._stop: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class LocalFeed:
 
     async def _until_closed(self) -> None:
         try:
-            await self._manager.engine.core.closing.wait()
+            await first_of(self._manager.engine.core.closing, self._closing)
         finally:
             self._end()
 
@@ -95,6 +95,7 @@ class LocalFeed:
             self._end()
 
     async def _ended(self) -> None:
+        self._closing.set()
         self._end()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from tierkv.errors import ClosedError, ConfigError, TierKVError
 from tierkv.workers import Signal
+from tierkv_adapters.remote.ending import first_of
 from tierkv_adapters.remote.holds import Holds
 from tierkv_adapters.remote.listening import Listening, listen
 from tierkv_adapters.remote.operations import Fields, Operations
@@ -156,15 +157,9 @@ class RemoteServer:
     async def _until_stopped(
         self, closing: Signal, server: asyncio.Server, listening: Listening
     ) -> None:
-        stop = asyncio.get_running_loop().create_future()
-        signals = (closing, self._stop)
-        for signal in signals:
-            signal.attach(stop)
         try:
-            await stop
+            await first_of(closing, self._stop)
         finally:
-            for signal in signals:
-                signal.detach(stop)
             self._stop.set()
             server.close()
             listening.close()

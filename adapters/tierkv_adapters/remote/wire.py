@@ -44,7 +44,7 @@ HEAD: Final = struct.Struct("<II")
 MOST_HEADER: Final = 1 << 20
 MOST_BODY: Final = 32 << 20
 """Bytes; eight million token ids, or a million parts."""
-_CHANGE: Final = 35  # a part's name, and one bit a tier
+_CHANGE: Final = 35  # a part's name, and one bit a tier: an engine has 8 at most
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 

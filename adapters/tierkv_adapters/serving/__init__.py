@@ -24,24 +24,27 @@ engine: an adapter translates between its words and these. Those of vLLM
    kernel, KV dtype and topology. Salt and media of a request go into its
    :class:`~tierkv_adapters.serving.orders.RequestFacts`. What is missing here is served to the
    wrong request later: this list is the adapter's most important one.
-3. *The rank's side.* Per worker one :class:`~tierkv.blocking.CacheManager` (a root of its own) and
-   one ``Rank(manager, pools, space)``, called by the worker's thread alone. In each step:
+3. *The rank's side.* Per worker one :class:`~tierkv.blocking.CacheManager` with a root of its own
+   (:func:`~tierkv_adapters.serving.managers.open_manager` sees to that) and one
+   ``Rank(manager, pools, space)``, called by the worker's thread alone. In each step:
    ``begin(orders)`` before anything writes pages, ``start_loads()``, ``wait_loads(ids)`` only for
    what this step reads, the forward pass, ``start_saves()``, and ``poll()``. Report to the engine
    what ``poll`` gives: a load that came short, as the engine has it (to recompute the rest).
    Keep the pages of a load until it ended, also if its request was cancelled.
-4. *The scheduler's side.* Call the planner when a request comes (``admit``), is looked at
-   (``offer``), gets pages (``accept``), is computed (``advance``, with the tokens that are
-   certainly computed when this step is over: neither drafts nor tokens just sampled), loses its
-   pages (``preempt``) and ends (``finish``); send ``step()`` to the ranks with the engine's own
-   message. Answer ``loaded`` and ``failed`` as ranks report. Offer multiples of a block, leave
-   the tokens that the engine must compute (``leave``), and offer nothing behind half a block.
-   Nothing here may block, do I/O, or raise. Plan no work when a request ends: an engine that has
-   nothing to compute sends no step.
+4. *The scheduler's side.* Make one ``Planner``: from the space of each rank, a
+   :class:`~tierkv.decisions.types.GroupRule` and the page tokens of each group, the index, a
+   :class:`~tierkv_adapters.serving.negative.NegativeCache`, and the settings. Call it when a
+   request comes (``admit``), is looked at (``offer``), gets pages (``accept``), is computed
+   (``advance``, with the tokens that are certainly computed when this step is over: neither drafts
+   nor tokens just sampled), loses its pages (``preempt``) and ends (``finish``); send ``step()``
+   to the ranks with the engine's own message. Answer ``loaded`` and ``failed`` as ranks report.
+   Offer multiples of a block, leave the tokens that the engine must compute (``leave``), and offer
+   nothing behind half a block. Nothing here may block, do I/O, or raise. Plan no work when a
+   request ends: an engine that has nothing to compute sends no step.
 5. *The index.* Feed it from every rank: :class:`~tierkv_adapters.remote.feeds.LocalFeed` in the
    same process, :class:`~tierkv_adapters.remote.feeds.SocketFeed` otherwise. It is a hint: what it
    promises may be gone when the load comes. Where an engine cannot be told that a load failed,
-   offer only what is held (``Engine.hold``) and marked ready, as the TensorRT-LLM adapter does.
+   give the planner an index of what is held (``Engine.hold``), as the TensorRT-LLM adapter does.
 6. *Settings.* Take them from the engine's own configuration where it lets you
    (:meth:`ServingSettings.parse <tierkv_adapters.serving.settings.ServingSettings.parse>` is strict
    and suggests), refuse what cannot work by name, at start-up, and never raise later.
@@ -52,6 +55,10 @@ engine: an adapter translates between its words and these. Those of vLLM
    pass :class:`tierkv.testing.adapters.AdapterTests`::
 
        class TestMine(AdapterTests):
+           kv_files = ("segment-*", "journal-*")  # of an nvme tier
+
            def make(self, root: Path) -> Served:
                return MyServer(root)
+
+``tests/serving/test_guide.py`` follows these steps for a toy engine, in 80 lines.
 """

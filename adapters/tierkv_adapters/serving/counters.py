@@ -14,7 +14,7 @@ class RankCounters:
 
     Attributes:
         loads: Loads that have ended.
-        loads_short: Those that brought less than they were to.
+        loads_short: Those that brought less than they were to, to requests that went on.
         load_tokens: Tokens brought.
         load_bytes: Bytes of them.
         load_seconds: From order to end, summed over the loads.

@@ -13,11 +13,12 @@ from tierkv.decisions.types import MissReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
 from tierkv.session.saving import source_of
+from tierkv.workers import Signal
 from tierkv_adapters.serving.hinted import HintSide
 from tierkv_adapters.serving.jobs import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from tierkv.abc import Device
     from tierkv.blocking import CacheManager
@@ -73,6 +74,9 @@ class EngineSide:
         self._states = any(g.kind is GroupKind.STATE for g in pools.groups)
         self.hints = HintSide(manager, self._fidelity, counters)
         self._named: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # tenant, name
+        self._carried = 0  # jobs that this side is at
+        self._quiet = Signal()  # replaced by who waits until there are none
+        self._renewal: Signal | None = None  # the last one ordered; set once it is over
         self.device: Device | None = None
         """The device that the pools are in; None: host memory."""
 
@@ -99,8 +103,9 @@ class EngineSide:
     def _open(self, request: RequestState, space: Space) -> Session:
         facts, manager = request.facts, self._manager
         manager.bind(space)
-        handle, kept = None, self._named.get((facts.tenant, facts.session or ""))
+        handle, kept = None, None
         if facts.session is not None:
+            kept = self._named.get((facts.tenant, facts.session))
             created = not manager.knows_session(facts.session)
             if created:  # so that the application sees it, and can clear it
                 manager.create_session(
@@ -155,6 +160,27 @@ class EngineSide:
         finally:
             speaker.destroy()
 
+    async def renew(self) -> None:
+        """Forget all that is stored, once nothing stores any more; new jobs wait until then.
+
+        Raises:
+            TierKVError: if a tier could not be emptied.
+        """
+        before, over = self._renewal, Signal()
+        self._renewal = over
+        try:
+            if before is not None:
+                await before.wait()
+            while self._carried:
+                self._quiet = Signal()
+                await self._quiet.wait()
+            await self.hints.close()  # what is held would stay
+            await self._manager.areset()
+        finally:
+            if self._renewal is over:
+                self._renewal = None
+            over.set()
+
     # ------------------------------------------------------------------ jobs
 
     async def carry(self, job: Job) -> Outcome | None:
@@ -166,25 +192,40 @@ class EngineSide:
         Cancellation: as of a load or store of the engine; nothing touches the pages after it.
         """
         if job.kind == "save":
-            return await self._save(job)
+            return await self._carry(job, self._save)
         late = None
         if job.until is not None:
             late = max(job.until - self._clock(), 0) + self._settings.load_grace
         try:
             async with asyncio.timeout(late) as limit:
-                return await self._load(job)
+                return await self._carry(job, self._load)
         except TimeoutError:
             if not limit.expired():
                 raise
             return Outcome(job.start, MissReason.DEADLINE.value)
+
+    async def _carry(
+        self, job: Job, act: Callable[[Job], Awaitable[Outcome | None]]
+    ) -> Outcome | None:
+        while self._renewal is not None:
+            await self._renewal.wait()
+        self._carried += 1
+        try:
+            return await act(job)
+        finally:
+            self._carried -= 1
+            if not self._carried:
+                self._quiet.set()
 
     async def _load(self, job: Job) -> Outcome | None:
         handle = await self._handle(job.request)
         if self.device is not None and job.ready is not None:
             # the engine's kernels of earlier steps may still read what was in these pages
             await self.device.wait(job.ready)
-        media = job.request.facts.media
-        async with handle.match(job.tokens, media=media) as match:
+        media, size = job.request.facts.media, handle.space.block_tokens
+        # a start inside a block: what is before it has no page here, and goes nowhere
+        start = job.start // size * size
+        async with handle.match(job.tokens, media=media, start=start) as match:
             if match.tokens <= job.start:
                 return Outcome(job.start, _value(match.reason) or MissReason.NEVER_STORED.value)
             if not self._begins(job):
@@ -192,9 +233,7 @@ class EngineSide:
             view = self._pools.view(job.pages, match.tokens, spill=True)
             left = None if job.until is None else max(job.until - self._clock(), 0.0)
             try:
-                # a start inside a block: what is before it has no page here, and goes nowhere
-                first = job.start // handle.space.block_tokens * handle.space.block_tokens
-                loaded = await match.load(view, start=first, deadline=left)
+                loaded = await match.load(view, deadline=left)
             except LayoutError:
                 # a shorter prefix needs windows before this one, for which there are no pages
                 if match.tokens == job.stop:
@@ -246,11 +285,12 @@ class EngineSide:
                 job.start,
                 media=job.request.facts.media,
                 ready=job.ready,
+                gathered=job.gathered,
             )
         finally:
             handle.end_turn()
         outcome = self._saved(job, result)
-        await self.hints.stored(job.request.id, job.tokens, outcome.tokens)
+        self.hints.stored(job.request.id, job.tokens, outcome.tokens)
         return outcome
 
     async def _confess(self, handle: Session, job: Job) -> None:
@@ -259,9 +299,9 @@ class EngineSide:
         It may have been computed behind lossy copies that another request loaded: what follows is
         then derived, and must not pass for exact.
         """
-        before = job.tokens[: job.start]
-        async with handle.match(before, media=job.request.facts.media) as match:
-            await match.load(self._pools.view(job.pages, job.start, spill=True), start=job.start)
+        before, media = job.tokens[: job.start], job.request.facts.media
+        async with handle.match(before, media=media, start=job.start) as match:
+            await match.load(self._pools.view(job.pages, job.start, spill=True))
 
     def _saved(self, job: Job, result: StoreResult) -> Outcome:
         assert job.request.space is not None

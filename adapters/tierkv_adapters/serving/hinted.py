@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from tierkv.blocks import KeyChain
-from tierkv.errors import TierKVError
+from tierkv.errors import ClosedError
+from tierkv_adapters.serving.limited_log import LimitedLog
 
 if TYPE_CHECKING:
     from array import array
@@ -23,14 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["HintSide"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierkv.serving")
 _MEMORY: Final = "host"  # the kind of tiers in which blocks can be held
 _SHARE: Final = 0.5
 
 
 @dataclass(slots=True)
 class _Pin:
-    """KV of one request that is to stay for a while; belongs to the engine's loop."""
+    """KV of one request that is to stay for a while; belongs to the engine's loop.
+
+    Attributes:
+        facts: Of the request.
+        space: Where its blocks are.
+        until: When its time is over, on the loop's clock.
+        blocks: Leading blocks that are held.
+        hold: What holds them.
+        timer: What ends it.
+    """
 
     facts: RequestFacts
     space: Space
@@ -58,12 +69,13 @@ class HintSide:
     the memory tiers, so that there is always room for others; what goes beyond is refused, and
     counted. *Prefetch*: a session's history, or a prompt, is brought into the fastest tier.
 
-    A hint is never worth a failure: what keeps it from being followed is counted and logged.
+    A hint is never worth a failure, nor a wait: what keeps it from being followed is counted and
+    logged, and no job of the rank waits until blocks are held.
 
     Args:
         manager: The engine of the rank.
         fidelity: Which copies are of use.
-        counters: The rank's.
+        counters: The rank's; those of hints are changed on the loop alone.
     """
 
     def __init__(self, manager: CacheManager, fidelity: str, counters: RankCounters) -> None:
@@ -73,6 +85,7 @@ class HintSide:
         tiers = [tier for tier in manager.config.tiers if tier.kind == _MEMORY]
         self._most = int(_SHARE * sum(tier.capacity_bytes for tier in tiers))
         self._pins: dict[str, _Pin] = {}
+        self._complaints = LimitedLog(_log)
 
     # ------------------------------------------------------------------ hints
 
@@ -90,15 +103,19 @@ class HintSide:
         self._manager.submit(follow, hint, space(hint.facts.adapter), done=self._done)
 
     def _done(self, pending: Pending[bool]) -> None:
+        followed = self._followed(pending)
+        self._counters.hints += followed
+        self._counters.hints_refused += not followed
+
+    def _grown(self, pending: Pending[bool]) -> None:
+        self._counters.hints_refused += not self._followed(pending)  # its hint is counted already
+
+    def _followed(self, pending: Pending[bool]) -> bool:
         try:
-            done = pending.result()
-        except TierKVError as error:
-            _log.warning("a hint was not followed: %s", error)
-            done = False
-        if done:
-            self._counters.hints += 1
-        else:
-            self._counters.hints_refused += 1
+            return pending.result()
+        except Exception as error:  # noqa: BLE001 - see the class
+            self._complaints.warning("a hint was not followed", repr(error))
+            return False
 
     async def _prefetch(self, hint: HintOrder, space: Space) -> bool:
         facts = hint.facts
@@ -123,16 +140,17 @@ class HintSide:
 
     # ------------------------------------------------------------------ pins
 
-    async def stored(self, request_id: str, tokens: array[int], stop: int) -> None:
+    def stored(self, request_id: str, tokens: array[int], stop: int) -> None:
         """A request's tokens up to ``stop`` are stored now: what is pinned grows with it."""
         pin = self._pins.get(request_id)
         if pin is not None and stop // pin.space.block_tokens > pin.blocks:
-            try:
-                kept = await self._keep(pin, tokens[:stop])
-            except TierKVError as error:
-                kept = False
-                _log.warning("request %s is not pinned any further: %s", request_id, error)
-            self._counters.hints_refused += not kept
+            with contextlib.suppress(ClosedError):
+                self._manager.submit(self._keep, pin, tokens[:stop], done=self._grown)
+
+    async def close(self) -> None:
+        """Release all pins, also of an engine that lives on."""
+        for pin in list(self._pins.values()):
+            self._drop(pin)
 
     async def _keep(self, pin: _Pin, tokens: Sequence[int]) -> bool:
         """Hold the leading blocks of these tokens instead of what was held before.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["JobBoard"]
 
 _LOOK_S: Final = 5.0
+_HANDS_OFF: Final = (JobState.GATHERED, JobState.ENDED)
 
 
 class JobBoard(JobQueues):
@@ -105,9 +106,7 @@ class JobBoard(JobQueues):
             self._counters.fence_seconds += self._clock() - start
 
     def _wait(self, jobs: Sequence[Job], within: float) -> bool:
-        return self._changed.wait_for(
-            lambda: all(job.state is JobState.ENDED for job in jobs), within
-        )
+        return self._changed.wait_for(lambda: all(job.state in _HANDS_OFF for job in jobs), within)
 
     # ------------------------------------------------------------------ ends
 
@@ -152,6 +151,17 @@ class JobBoard(JobQueues):
         """Wait until no job is left and no session is being left; whether it came to that."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._parting, within)
+
+    def withdraw(self, reason: str) -> None:
+        """Drop what waits, and cancel loads.
+
+        Saves that have begun are left to end: what an engine writes of a store that was cancelled
+        may still be published later, when nobody waits for it any more.
+        """
+        with self._changed:
+            for job in list(self._jobs):
+                if job.kind == "load" or job.state is JobState.WAITING:
+                    self._give_up(job, reason)
 
     def abandon(self, reason: str) -> None:
         """Drop what waits and cancel what has begun."""

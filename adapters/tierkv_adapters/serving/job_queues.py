@@ -68,7 +68,17 @@ class JobQueues:
             if job.state is not JobState.WAITING:
                 return False
             job.state = JobState.BEGUN
+            if job.kind == "save":
+                job.gathered = partial(self._gathered, job)
             return True
+
+    def _gathered(self, job: Job) -> None:
+        """Hear on the loop that a save reads no page any more: nobody need wait for it."""
+        with self._changed:
+            if job.state is JobState.BEGUN:
+                job.state = JobState.GATHERED
+                job.forget_pages()
+                self._changed.notify_all()
 
     # ------------------------------------------------------------------ under the lock
 
@@ -87,7 +97,7 @@ class JobQueues:
     def _give_up(self, job: Job, reason: str) -> None:
         if job.state is JobState.WAITING:
             self._drop(job, reason)
-        elif job.state is JobState.BEGUN and job.pending is not None:
+        elif job.state is not JobState.ENDED and job.pending is not None:
             job.why = job.why or reason
             job.pending.cancel()
 

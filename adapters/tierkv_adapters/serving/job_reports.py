@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tierkv.decisions.types import MissReason
 from tierkv.errors import ClosedError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["JobReports"]
 
 _log = logging.getLogger("tierkv.serving")
+_GIVEN_UP: Final = "ended"  # by whoever asked: nothing failed, and nobody computes the rest
 
 
 class JobReports:
@@ -64,6 +65,7 @@ class JobReports:
         """Take in the end of a job; ``skipped``: it never began."""
         seconds, counters = self._clock() - job.asked, self._counters
         tokens, short = outcome.tokens - job.start, outcome.tokens < job.stop
+        short = short and outcome.reason != _GIVEN_UP
         if job.kind == "load":
             counters.loads += 1
             counters.loads_short += short

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from tierkv.abc import Event
     from tierkv.blocking import Pending
@@ -62,6 +62,7 @@ class JobState(Enum):
 
     WAITING = "waiting"  # touches nothing
     BEGUN = "begun"  # reads or writes the pages
+    GATHERED = "gathered"  # a save that has read all that it reads, and is being written
     ENDED = "ended"  # touches nothing any more
 
 
@@ -183,6 +184,7 @@ class Job:
         state: How far it is.
         pending: The work on the engine's loop.
         why: Why it was cancelled, if it was.
+        gathered: To be called, on the loop, once a save that has begun reads no page any more.
     """
 
     request: RequestState
@@ -197,15 +199,18 @@ class Job:
     state: JobState = JobState.WAITING
     pending: Pending[Outcome | None] | None = None
     why: str | None = None
+    gathered: Callable[[], None] | None = None
     _held: list[frozenset[int]] | None = None
 
     def touches(self, pages: Sequence[Collection[int]]) -> bool:
         """Whether it reads or writes any of these pages, which are listed by group."""
         if self._held is None:
             self._held = [frozenset(page for page in each if page >= 0) for each in self.pages]
-        return any(
-            not held.isdisjoint(each) for held, each in zip(self._held, pages, strict=False)
-        )
+        return any(not held.isdisjoint(each) for held, each in zip(self._held, pages, strict=False))
+
+    def forget_pages(self) -> None:
+        """Touch no page any more."""
+        self.pages, self._held = [], None
 
     def let_go(self, pages: Sequence[Collection[int]], groups: Sequence[PageGroup]) -> bool:
         """Give up what a waiting save has in these pages of windows and states.

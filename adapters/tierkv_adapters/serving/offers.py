@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from tierkv.layout import GroupKind
+from tierkv_adapters.serving.replicas import STRICT
 from tierkv_adapters.serving.seams import PlannerCounters
 
 if TYPE_CHECKING:
@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from tierkv.blocks import AdapterId, BlockKey
     from tierkv.decisions.types import GroupRule
     from tierkv.layout import Space
+    from tierkv_adapters.serving.negative import NegativeCache
     from tierkv_adapters.serving.plans import Plan
-    from tierkv_adapters.serving.seams import Failures, PlanSettings, Replicas
+    from tierkv_adapters.serving.seams import PlanSettings, Replicas
 
-__all__ = ["STRICT", "Offers"]
-
-STRICT: Final = (GroupKind.FULL, GroupKind.LATENT)
-"""Kinds of groups that need every page of a prefix."""
+__all__ = ["Offers"]
 
 
 class Offers:
@@ -34,7 +32,7 @@ class Offers:
         spaces: Callable[[AdapterId | None], Sequence[Space]],
         groups: Sequence[GroupRule],
         index: Replicas,
-        negative: Failures,
+        negative: NegativeCache,
         settings: PlanSettings,
         *,
         page_tokens: Sequence[int],
@@ -60,9 +58,7 @@ class Offers:
         if plan is not None and plan.cacheable:
             plan.learn(tokens)
 
-    def offer(
-        self, id: str, computed: int, now: float, *, leave: int = 0, ready: bool = False
-    ) -> int:
+    def offer(self, id: str, computed: int, now: float, *, leave: int = 0) -> int:
         """How many tokens behind the first ``computed`` can be brought; changes nothing.
 
         May be asked as often as the engine likes: only the last answer counts.
@@ -72,7 +68,6 @@ class Offers:
             computed: Leading tokens that the engine has in place.
             now: The time, for what failed a while ago.
             leave: Tokens of the request that have to be left to compute.
-            ready: Whether to offer only blocks that the ranks hold in memory.
 
         Returns:
             Tokens; ``computed`` plus that many ends a block. 0: nothing.
@@ -91,11 +86,10 @@ class Offers:
             self.counters.misaligned += 1  # a load would write into a page that others may share
             return 0
         start = computed // size
-        # a rank looks a prefix up from token 0, also where its first part is in place already
-        blocks = self._longest(plan, most, ready)
-        if not ready:
-            plan.known = blocks
-        blocks = self._allowed(plan, start, blocks, now, ready)
+        # from token 0, also where the first part is in place already: saves go on from there, and
+        # behind a hole in what is stored nothing would be found again
+        plan.known = self._longest(plan, most)
+        blocks = self._allowed(plan, start, plan.known, now)
         tokens = blocks * size - computed
         if tokens <= 0 or tokens < self._settings.min_load_tokens:
             return 0
@@ -126,20 +120,20 @@ class Offers:
         size = plan.block_tokens
         return plan.keys(stop // size)[0][start // size :]
 
-    def _longest(self, plan: Plan, most: int, ready: bool) -> int:
+    def _longest(self, plan: Plan, most: int) -> int:
         """Blocks from token 0 that could be loaded."""
         index, groups, size = self._index, self._groups, plan.block_tokens
         if not self._strict:
-            return index.match(plan.keys(most), groups, size, ready=ready)
+            return index.match(plan.keys(most), groups, size)
         blocks = 0
         while blocks < most:  # a prompt that nobody holds is not hashed to its end
             upto = plan.hashed(blocks, most)
-            blocks = index.match(plan.keys(upto), groups, size, start=blocks, ready=ready)
+            blocks = index.match(plan.keys(upto), groups, size, start=blocks)
             if blocks < upto:
                 break
         return blocks
 
-    def _allowed(self, plan: Plan, start: int, blocks: int, now: float, ready: bool) -> int:
+    def _allowed(self, plan: Plan, start: int, blocks: int, now: float) -> int:
         """Blocks before the first that failed a short while ago."""
         if blocks <= start or not len(self._negative):
             return blocks
@@ -149,7 +143,5 @@ class Offers:
                 self.counters.blocked += 1
                 if self._strict:
                     return block
-                return self._index.match(
-                    plan.keys(block), self._groups, plan.block_tokens, ready=ready
-                )
+                return self._index.match(plan.keys(block), self._groups, plan.block_tokens)
         return blocks

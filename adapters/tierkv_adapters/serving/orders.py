@@ -1,12 +1,17 @@
-"""What the scheduler's side tells the ranks, once a step; picklable, and made of plain data."""
+"""What the scheduler's side tells the ranks, once a step; picklable, and made of plain data.
+
+Engines write what travels with a step into their logs when it fails, and event loops the arguments
+of slow calls: so nothing here shows a token or a salt in its repr.
+"""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from array import array
+
     from tierkv.blocks import AdapterId, Media
 
 __all__ = ["Grown", "HintOrder", "LoadOrder", "RequestFacts", "SaveOrder", "StepOrders"]
@@ -30,7 +35,7 @@ class RequestFacts:
     session: str | None = None
     tenant: str = ""
     ttl: float | None = None
-    salt: bytes = b""
+    salt: bytes = field(default=b"", repr=False)
     adapter: AdapterId | None = None
     media: tuple[Media, ...] = ()
 
@@ -51,6 +56,10 @@ class Grown(NamedTuple):
     tokens: array[int]
     pages: tuple[array[int], ...]
     replace: bool = False
+
+    def __repr__(self) -> str:
+        pages = [len(group) for group in self.pages]
+        return f"<Grown {self.id!r}: {len(self.tokens)} tokens, {pages} pages>"
 
 
 class LoadOrder(NamedTuple):
@@ -100,15 +109,21 @@ class HintOrder(NamedTuple):
     session: str | None = None
     seconds: float | None = None
 
+    def __repr__(self) -> str:
+        count = "no" if self.tokens is None else len(self.tokens)
+        return f"<HintOrder {self.action} for {self.facts.id!r}: {count} tokens>"
+
 
 @dataclass(slots=True)
 class StepOrders:
     """One step of the engine, as every rank is told of it.
 
-    A rank follows the fields in this order: ``ended``, ``voided``, ``fresh``, ``grown``, then it
-    waits for its copies out of ``taken``; then loads; and after the forward pass, saves.
+    A rank follows the fields in this order: ``reset``, ``ended``, ``voided``, ``fresh``, ``grown``,
+    then it waits for its copies out of ``taken``; then loads; and after the forward pass, saves.
 
     Attributes:
+        reset: Whether all that was ever stored is void, and whatever was to be stored, too: the
+            weights may be others now. What is ordered from here on is about new KV.
         ended: Requests that are over: forget them. Copies under way for them go on.
         voided: Requests that lost all of their pages (preemption).
         fresh: Requests that the ranks have not heard of.
@@ -123,6 +138,7 @@ class StepOrders:
         requests: Requests that came since the scheduler's side was made, for who asks a rank.
     """
 
+    reset: bool = False
     ended: list[str] = field(default_factory=list)
     voided: list[str] = field(default_factory=list)
     fresh: list[RequestFacts] = field(default_factory=list)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -40,7 +40,8 @@ class PagedLayer:
             token]``, one tensor ``"page"`` (see :func:`opaque`). A recurrent state: ``[pages,
             ...]``.
         packing: Names an inner order of the bytes that the axes do not tell, e.g.
-            ``"vllm:CPU_ATTN:LBHNC"``. Pages of different packing never share blocks.
+            ``"vllm:CPU_ATTN:LBHNC"``. Pages of different packing never share blocks, nor do those
+            of one packing with another number of tokens.
     """
 
     index: int
@@ -282,12 +283,15 @@ def _described(group: PageGroup) -> Group:
     layers = []
     for layer in group.layers:
         specs = []
+        packing = layer.packing
+        if packing and group.per_token:  # an order inside of pages is one of pages of this size
+            packing = f"{packing}/{group.page_tokens}"
         for name, tensor in layer.tensors.items():
             shape = tuple(tensor.shape[1:])
             if group.per_token:
                 shape = (shape[0], shape[2])
             dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name, dtype, shape, layer.packing))
+            specs.append(TensorSpec(name, dtype, shape, packing))
         layers.append(Layer(layer.index, tuple(specs)))
     return Group(group.kind, tuple(layers), group.window)
 

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tierkv_adapters.serving.offers import STRICT, Offers
+from tierkv.layout import GroupKind
+from tierkv_adapters.serving.offers import Offers
 from tierkv_adapters.serving.plans import Plan
+from tierkv_adapters.serving.replicas import STRICT
 from tierkv_adapters.serving.telling import Telling
 
 if TYPE_CHECKING:
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     from tierkv.blocks import AdapterId
     from tierkv.decisions.types import GroupRule
     from tierkv.layout import Space
+    from tierkv_adapters.serving.negative import NegativeCache
     from tierkv_adapters.serving.orders import RequestFacts, StepOrders
-    from tierkv_adapters.serving.seams import Failures, PlanSettings, Replicas
+    from tierkv_adapters.serving.seams import PlanSettings, Replicas
 
 __all__ = ["Planner"]
 
@@ -60,13 +63,14 @@ class Planner(Offers):
         spaces: Callable[[AdapterId | None], Sequence[Space]],
         groups: Sequence[GroupRule],
         index: Replicas,
-        negative: Failures,
+        negative: NegativeCache,
         settings: PlanSettings,
         *,
         page_tokens: Sequence[int],
     ) -> None:
         super().__init__(spaces, groups, index, negative, settings, page_tokens=page_tokens)
         self._must = [g for g, rule in enumerate(self._groups) if rule.kind in STRICT]
+        self._borders = [g for g, r in enumerate(self._groups) if r.kind is GroupKind.STATE]
         self._leaving: dict[str, Plan] = {}  # over, but a load of theirs is still under way
         self._told = Telling(page_tokens, [rule.kind in STRICT for rule in self._groups])
 
@@ -94,6 +98,8 @@ class Planner(Offers):
         """
         if facts.id in self._plans:
             return
+        if facts.id in self._leaving:  # of two loads of one name, nobody could tell which ended
+            load_limit = 0
         plan = Plan(
             facts,
             self._spaces(facts.adapter) if cacheable else (),
@@ -159,10 +165,14 @@ class Planner(Offers):
         plan.loading = None
         place = min(max(tokens_in_place, start), stop)
         self.counters.loaded_tokens += place - start
+        if plan is not self._plans.get(id):  # it is over: the load was given up, nothing failed
+            return
         if place == stop and not anew:
             return
         block = min(place, stop - 1) // plan.block_tokens
         last = stop // plan.block_tokens
+        if self._borders and place == start:  # nothing is in place without the state at the end
+            block = max(block, last - 1)
         if block < last:
             self._negative.failed((plan.keys(last)[0][block],), now)
         plan.failures += 1
@@ -175,7 +185,7 @@ class Planner(Offers):
     def due(self, id: str, computed: int) -> bool:
         """Whether :meth:`advance` with that many tokens computed would order a save."""
         plan = self._plans.get(id)
-        if plan is None or not plan.cacheable or plan.loading is not None:
+        if plan is None or not plan.cacheable or plan.outdated or plan.loading is not None:
             return False
         upto = computed if plan.save_cap is None else min(computed, plan.save_cap)
         return upto // plan.block_tokens > plan.saved
@@ -215,18 +225,34 @@ class Planner(Offers):
         upto = min(computed, len(plan.tokens))
         full = (upto if plan.save_cap is None else min(upto, plan.save_cap)) // size
         if plan.saved < 0:
-            plan.saved = plan.known if plan.known >= 0 else self._longest(plan, full, False)
-        start, plan.saved = plan.saved, max(plan.saved, full)
+            plan.saved = plan.known if plan.known >= 0 else self._longest(plan, full)
+        start = plan.saved
         stop = self._backed(plan, start, full)
         if stop < full:  # nothing behind a hole would ever be found again
             self.counters.unbacked_blocks += full - max(start, stop)
             plan.save_cap = stop * size
-        if stop <= start:
-            return None
-        self._told.save(plan, start * size, stop * size)
-        self.counters.saves += 1
-        self.counters.saved_blocks += stop - start
-        return start * size, stop * size
+        stops = self._stops(plan, start, stop)
+        # blocks without a state behind them go with the next that has one
+        plan.saved = max(start, full) if not self._borders else max((start, *stops))
+        first = start
+        for stop in stops:
+            self._told.save(plan, first * size, stop * size)
+            self.counters.saves += 1
+            self.counters.saved_blocks += stop - first
+            first = stop
+        return (start * size, first * size) if stops else None
+
+    def taken(
+        self, pages: Sequence[Sequence[int]], *, replace: bool = False, kept: int = 0
+    ) -> None:
+        """Pages are written to in this step, whosever they are: no copy may go on reading them.
+
+        Args:
+            pages: By group.
+            replace: Whether they are all pages of one request.
+            kept: With ``replace``: leading tokens whose pages keep their content.
+        """
+        self._told.pages(None, pages, replace, kept)
 
     def preempt(self, id: str) -> None:
         """The engine took all of a request's pages away; it may come back with others."""
@@ -234,14 +260,31 @@ class Planner(Offers):
         if plan is not None:
             self._told.void(plan)
 
-    def finish(self, id: str) -> None:
-        """A request is over, in whatever state it was; saves ordered earlier go on."""
+    def finish(self, id: str, *, awaited: bool = True) -> None:
+        """A request is over, in whatever state it was; saves ordered earlier go on.
+
+        Args:
+            id: The request.
+            awaited: Whether the end of a load that is under way will be told.
+        """
         plan = self._plans.pop(id, None)
         if plan is None:
             return
         self._told.end(plan)
-        if plan.loading is not None:
+        if awaited and plan.loading is not None:
             self._leaving[id] = plan
+
+    def renew(self) -> None:
+        """All that the ranks hold is void, as if other weights computed from now on.
+
+        A rank that is emptied at once, whoever does it, may still store what it was ordered before;
+        the next step has it stop that, and empty itself again before it follows any new order.
+        Requests that have pages keep them, as the engine wants it, but nothing more of them is
+        stored until they lose them.
+        """
+        for plan in self._plans.values():
+            plan.outdate()
+        self._told.reset()
 
     def step(self, prefill: tuple[int, float] | None = None) -> StepOrders:
         """Hand over what was planned since the last call.
@@ -263,6 +306,21 @@ class Planner(Offers):
                 whole = min(whole, pages.index(-1) // per)
             stop = start + whole
         return stop
+
+    def _stops(self, plan: Plan, start: int, stop: int) -> list[int]:
+        """Where saves of blocks ``[start, stop)`` end: at every state, or else at the last block.
+
+        A prefix can be found again only where the state of every recurrent group is stored, and a
+        save stores that behind its last token.
+        """
+        if not self._borders or stop <= start:
+            return [stop] if stop > start else []
+        pages = [(plan.pages[g], plan.block_tokens // self._page_tokens[g]) for g in self._borders]
+        return [
+            block
+            for block in range(start + 1, stop + 1)
+            if all(block * per <= len(held) and held[block * per - 1] >= 0 for held, per in pages)
+        ]
 
     def _ended(self, id: str) -> Plan | None:
         """The request that a report of a load is about."""

@@ -33,6 +33,7 @@ class Plan:
         told_pages: Per group, how many pages the ranks know.
         told: Whether the ranks know the request.
         replaced: Whether the pages that the ranks know are no longer its pages.
+        outdated: Whether its pages hold KV of before a reset: nothing of it may be stored.
         computed: Tokens in place when an offer was asked for last.
         known: Blocks from token 0 that all ranks were seen to hold at the last look; -1: not
             looked at since it has other pages.
@@ -57,6 +58,7 @@ class Plan:
         "known",
         "loading",
         "offered",
+        "outdated",
         "pages",
         "replaced",
         "save_cap",
@@ -87,7 +89,7 @@ class Plan:
         self.pages: tuple[array[int], ...] = tuple(array("q") for _ in range(groups))
         self.told_tokens = 0
         self.told_pages = [0] * groups
-        self.told = self.replaced = False
+        self.told = self.replaced = self.outdated = False
         self.computed = self.offered = self.failures = 0
         self.known = self.saved = -1
         self.loading: tuple[int, int] | None = None
@@ -127,8 +129,14 @@ class Plan:
         self.pages = tuple(array("q") for _ in self.pages)
         self.told_pages = [0] * len(self.pages)
         self.replaced = self.told
+        self.outdated = False
         self.offered, self.known, self.saved = 0, -1, -1
         self.loading = None
+
+    def outdate(self) -> None:
+        """Whatever is stored of it is void, and so is what its pages hold, if it has any."""
+        self.outdated = any(self.pages)
+        self.offered, self.known, self.saved = 0, -1, -1
 
     def paged(self, pages: Sequence[Sequence[int]], replace: bool, since: Sequence[int]) -> None:
         """It got pages.

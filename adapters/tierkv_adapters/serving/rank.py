@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import time
-from array import array
 from typing import TYPE_CHECKING
 
+from tierkv.errors import ClosedError
 from tierkv_adapters.serving.counters import RankCounters
 from tierkv_adapters.serving.engine_side import EngineSide
 from tierkv_adapters.serving.job_board import JobBoard
-from tierkv_adapters.serving.jobs import Ended, Job, RequestState
-from tierkv_adapters.serving.orders import RequestFacts
+from tierkv_adapters.serving.jobs import Ended, Job
+from tierkv_adapters.serving.request_book import RequestBook
 from tierkv_adapters.serving.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from tierkv.abc import Event
-    from tierkv.blocking import CacheManager
+    from tierkv.blocking import CacheManager, Pending
     from tierkv.blocks import AdapterId
     from tierkv.layout import Space
-    from tierkv_adapters.serving.orders import Grown, LoadOrder, SaveOrder, StepOrders
+    from tierkv_adapters.serving.orders import LoadOrder, RequestFacts, SaveOrder, StepOrders
     from tierkv_adapters.serving.pages import PagePools
 
 __all__ = ["Ended", "Rank", "RankCounters"]
@@ -91,14 +91,9 @@ class Rank:
         self._board = JobBoard(
             manager, pools.groups, settings, self.counters, clock, side.carry, side.part
         )
-        self._requests: dict[str, RequestState] = {}
-        self._serial = itertools.count()
+        self._requests = RequestBook(pools.groups)
         self._loads: list[LoadOrder] = []
         self._saves: list[SaveOrder] = []
-        self._step = 0
-        # per group, page: in which step it was last given to a request
-        self._taken: list[dict[int, int]] = [{} for _ in pools.groups]
-        self._drops = any(group.drops for group in pools.groups)
         self._closed = False
         manager.call(side.look)
 
@@ -113,7 +108,9 @@ class Rank:
         Call it before anything writes to pages that were given to requests in this step. It waits
         for nothing but copies under way, and for them only if they read such pages.
         """
-        self._step += 1
+        self._requests.step()
+        if orders.reset:
+            self._try("what is void could not be forgotten", self._renew)
         for name in orders.ended:
             self._try("a request could not be ended", self._end, name)
         for name in orders.voided:
@@ -121,12 +118,10 @@ class Rank:
         for facts in orders.fresh:
             self._try("a request could not be taken", self._meet, facts)
         for grown in orders.grown:
-            self._try("tokens could not be taken", self._grow, grown)
+            self._try("tokens could not be taken", self._requests.grow, grown)
         if any(orders.taken):
             taken = self._pools.owned(orders.taken)
-            if self._drops:
-                for given, pages in zip(self._taken, taken, strict=True):
-                    given.update(dict.fromkeys(pages, self._step))
+            self._requests.taken(taken)
             self._board.fence(taken)
         self._loads += orders.loads
         self._saves += orders.saves
@@ -177,7 +172,9 @@ class Rank:
         return self._board.drain(within)
 
     def close(self, within: float = 30.0) -> bool:
-        """Give up what is under way, and leave all sessions. Idempotent; the manager stays open.
+        """Give up what is under way, and leave all sessions and pins. Idempotent.
+
+        The manager stays open.
 
         Returns:
             Whether nothing of it touches the pages any more, after at most ``within`` seconds. If
@@ -188,8 +185,10 @@ class Rank:
         self._closed = True
         self._loads, self._saves = [], []
         self._board.abandon("closed")
-        for name in list(self._requests):
+        for name in self._requests.names():
             self._end(name)
+        with contextlib.suppress(ClosedError):  # the engine closed, and released them itself
+            self._manager.submit(self._side.hints.close)
         ended = self._board.drain(within)
         if not ended:
             self._board.complain("close", "copies are still under way; they are given up")
@@ -204,8 +203,22 @@ class Rank:
         except Exception as error:  # noqa: BLE001 - see above
             self._board.fault(what, repr(error))
 
+    def _renew(self) -> None:
+        self._loads, self._saves = [], []
+        self._board.withdraw("reset")
+        with contextlib.suppress(ClosedError):  # nothing of it is found here any more
+            self._manager.submit(self._side.renew, done=self._renewed)
+
+    def _renewed(self, pending: Pending[None]) -> None:
+        try:
+            pending.result()
+        except ClosedError:  # as above
+            pass
+        except Exception as error:  # noqa: BLE001 - see `_try`
+            self._board.fault("what is void could not be forgotten", repr(error))
+
     def _end(self, name: str) -> None:
-        request = self._requests.pop(name, None)
+        request = self._requests.pop(name)
         if request is not None:
             self._board.end(request)
 
@@ -217,18 +230,8 @@ class Rank:
 
     def _meet(self, facts: RequestFacts) -> None:
         self._end(facts.id)  # one of that name that was never ended
-        name = facts.session
-        if name is None:  # a name may come again while copies for the last one are under way
-            name = f"serving-{facts.id}-{next(self._serial)}"
-        request = RequestState(facts, None, name, self._pools.groups)
-        self._requests[facts.id] = request
-        request.space = self._space(facts.adapter)
-
-    def _grow(self, grown: Grown) -> None:
-        request = self._requests.get(grown.id)
-        if request is None:
-            raise LookupError(f"nobody told of request {grown.id!r}")
-        request.grow(grown, self._step)
+        request = self._requests.meet(facts)
+        request.space = self._space(facts.adapter)  # if it has none, the request is known still
 
     def _computed(self, prefill: tuple[int, float]) -> None:
         tokens, seconds = prefill
@@ -250,35 +253,14 @@ class Rank:
         request = self._requests.get(order.id)
         known = request is not None
         if request is None:
-            request = RequestState(RequestFacts(order.id), None, "", self._pools.groups)
+            request = self._requests.stranger(order.id)
         job = Job(request, kind, order.start, order.stop, self._clock(), until=until, ready=ready)
         try:
             if self._closed or not known:
                 raise LookupError("closed" if self._closed else "unknown")
-            self._equip(job)
+            self._requests.equip(job)
         except Exception as error:  # noqa: BLE001 - whoever waits for it has to hear
             reason = str(error) if isinstance(error, LookupError | ValueError) else repr(error)
             self._board.refuse(job, reason)
         else:
             self._board.add(job)
-
-    def _equip(self, job: Job) -> None:
-        """Give a job the tokens and pages as they are now.
-
-        Raises:
-            LookupError: if the request has no space.
-            ValueError: if the order does not fit the request.
-        """
-        request, start, stop = job.request, job.start, job.stop
-        if request.space is None:
-            raise LookupError("no_space")
-        size, writing = request.space.block_tokens, job.kind == "load"
-        if writing:  # the engine may have taken less than it was offered
-            job.stop = stop = stop // size * size
-        whole = stop % size == 0 and (writing or start % size == 0)
-        if not 0 <= start < stop <= len(request.tokens) or not whole:
-            raise ValueError(
-                f"tokens [{start}, {stop}) of {len(request.tokens)} are no blocks of {size}"
-            )
-        job.tokens = array("I", request.tokens[:stop])
-        job.pages = request.cut(start, stop, self._taken, writing=writing)

@@ -5,7 +5,8 @@ worker and application share one process, they still share one engine: an applic
 manager under a token that travels in the settings, and a rank *announces* the manager that it
 works with under its socket, where the scheduler's side looks for it before it opens the socket.
 
-Nothing is found in a forked child: the engine's thread has stayed in the parent.
+Nothing is found in a forked child: the engine's thread has stayed in the parent. Being found here
+keeps no manager alive.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["announce", "borrowed", "lend", "running", "withdraw"]
 
 _guard = threading.Lock()
-_managers: dict[str, tuple[int, CacheManager]] = {}
+_managers: dict[str, tuple[int, weakref.ref[CacheManager]]] = {}
 
 
 def lend(manager: CacheManager) -> str:
@@ -58,10 +60,10 @@ def withdraw(name: str) -> None:
 
 def _put(name: str, manager: CacheManager) -> None:
     with _guard:
-        _managers[name] = os.getpid(), manager
+        _managers[name] = os.getpid(), weakref.ref(manager)
 
 
 def _get(name: str) -> CacheManager | None:
     with _guard:
         pid, manager = _managers.get(name, (0, None))
-    return manager if pid == os.getpid() else None
+    return manager() if manager is not None and pid == os.getpid() else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from tierkv.blocks import part_id
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from tierkv.blocks import BlockKey, PartId
     from tierkv.decisions.types import GroupRule
 
-__all__ = ["ReplicaIndex"]
+__all__ = ["STRICT", "ReplicaIndex", "needed_parts"]
 
-_NEED_ALL: Final = (GroupKind.FULL, GroupKind.LATENT)
+STRICT: Final = (GroupKind.FULL, GroupKind.LATENT)
+"""Kinds of groups that need every block of a prefix."""
 
 
 class ReplicaIndex:
@@ -48,7 +50,6 @@ class ReplicaIndex:
         if ranks < 1:
             raise LayoutError(f"an index of replicas needs at least one rank, not {ranks}")
         self._held: list[dict[PartId, int]] = [{} for _ in range(ranks)]
-        self._ready: list[set[PartId]] = [set() for _ in range(ranks)]
         self._complete = [False] * ranks
 
     def __repr__(self) -> str:
@@ -97,18 +98,6 @@ class ReplicaIndex:
         """Note that a rank's feed broke: until it tells again, it holds nothing."""
         self._complete[rank] = False
         self._held[rank] = {}
-        self._ready[rank] = set()
-
-    def ready(self, rank: int, parts: Iterable[PartId], is_ready: bool) -> None:
-        """Note which parts a rank holds leased and verified in memory, or no longer does.
-
-        Marks are given and taken by whoever holds the lease; a part that the feed does not know
-        (yet) is not ready in spite of its mark. In one thread at a time for each rank.
-        """
-        if is_ready:
-            self._ready[rank].update(parts)
-        else:
-            self._ready[rank].difference_update(parts)
 
     # ------------------------------------------------------------------ asking
 
@@ -119,13 +108,12 @@ class ReplicaIndex:
         block_tokens: int,
         *,
         start: int = 0,
-        ready: bool = False,
     ) -> int:
         """The longest prefix that every rank could load, in blocks.
 
         A prefix of n blocks needs, on each rank: of a full or latent group the parts of all blocks
         from ``start`` to n - 1; of a sliding group those that cover the last ``window - 1`` tokens
-        (also before ``start``: the rank's lookup wants them as well); of a state group the one at
+        (also before ``start``: a load may come short there); of a state group the one at
         the boundary, block n - 1. Ranks and groups are looked at together: the longest prefix of
         each may not be loadable for the others.
 
@@ -135,7 +123,6 @@ class ReplicaIndex:
             groups: Rule of each layer group, in the layout's order.
             block_tokens: Tokens of a block.
             start: Blocks that are in place already, such as those in the engine's own cache.
-            ready: Whether only parts that were marked as ready count.
 
         Returns:
             Blocks of the prefix, counted from token 0; ``start`` if nothing can be added to it.
@@ -145,15 +132,15 @@ class ReplicaIndex:
         """
         self._check(keys)
         end = min(map(len, keys))
-        there = [self._there(rank, ready) for rank in range(len(keys))]
-        needs = [_suffix(group) for group, rule in enumerate(groups) if rule.kind in _NEED_ALL]
+        there = [held.__contains__ for held in self._held]
+        needs = [_suffix(group) for group, rule in enumerate(groups) if rule.kind in STRICT]
         for has, names in zip(there, keys, strict=True):
             end = _whole(has, names, needs, start, end)
         loose = [
             _Loose(has, names, group, rule.window, block_tokens)
             for has, names in zip(there, keys, strict=True)
             for group, rule in enumerate(groups)
-            if rule.kind not in _NEED_ALL
+            if rule.kind not in STRICT
         ]
         blocks, agreed = end, 0
         while loose and blocks > start and agreed < len(loose):
@@ -195,7 +182,7 @@ class ReplicaIndex:
         for held, names in zip(self._held, keys, strict=True):
             for group, rule in enumerate(groups):
                 suffix = _suffix(group)
-                first = 0 if rule.kind in _NEED_ALL else _first(rule.window, blocks, block_tokens)
+                first = _needed_from(rule, blocks, block_tokens)
                 for block in range(max(first, start), blocks):
                     tiers = held.get(names[block] + suffix, 0)  # type: ignore[call-overload]
                     if not tiers:
@@ -210,12 +197,16 @@ class ReplicaIndex:
                 "list of block keys for each rank"
             )
 
-    def _there(self, rank: int, ready: bool) -> Callable[[object], bool]:
-        held = self._held[rank]
-        if not ready:
-            return held.__contains__
-        marked = self._ready[rank]
-        return lambda part: part in marked and part in held
+
+def needed_parts(
+    keys: Sequence[BlockKey], groups: Sequence[GroupRule], block_tokens: int
+) -> tuple[PartId, ...]:
+    """The parts that a prefix of exactly these blocks needs, in the order of the groups."""
+    found: list[PartId] = []
+    for group, rule in enumerate(groups):
+        first = _needed_from(rule, len(keys), block_tokens)
+        found += [part_id(key, group) for key in keys[first:]]
+    return tuple(found)
 
 
 def _suffix(group: int) -> bytes:
@@ -238,8 +229,13 @@ def _whole(
     return end
 
 
+def _needed_from(rule: GroupRule, blocks: int, block_tokens: int) -> int:
+    """First block whose part a prefix of so many blocks needs."""
+    return 0 if rule.kind in STRICT else max(0, _first(rule.window, blocks, block_tokens))
+
+
 def _first(window: int | None, blocks: int, block_tokens: int) -> int:
-    """First block whose part a prefix of so many blocks needs; None: a state group."""
+    """The same, of a group that is not strict; None: a state group."""
     if window is None:
         return blocks - 1
     if window <= 1:

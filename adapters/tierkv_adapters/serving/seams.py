@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from tierkv.blocks import BlockKey
     from tierkv.decisions.types import GroupRule
 
-__all__ = ["Failures", "PlanSettings", "PlannerCounters", "Replicas"]
+__all__ = ["PlanSettings", "PlannerCounters", "Replicas"]
 
 
 class Replicas(Protocol):
@@ -24,7 +24,6 @@ class Replicas(Protocol):
         block_tokens: int,
         *,
         start: int = 0,
-        ready: bool = False,
     ) -> int:
         """Blocks of the longest prefix that every rank could load."""
         ...
@@ -39,22 +38,6 @@ class Replicas(Protocol):
         start: int = 0,
     ) -> int:
         """Bit of the slowest tier that a load would read."""
-        ...
-
-
-class Failures(Protocol):
-    """Blocks that are not offered; :class:`~tierkv_adapters.serving.negative.NegativeCache`."""
-
-    def failed(self, keys: Iterable[BlockKey], now: float) -> None:
-        """Note blocks that could not be loaded."""
-        ...
-
-    def blocked(self, key: BlockKey, now: float) -> bool:
-        """Whether a block failed a short while ago."""
-        ...
-
-    def __len__(self) -> int:
-        """How many blocks may be blocked; 0 costs no look at any of them."""
         ...
 
 

@@ -42,6 +42,11 @@ class Telling:
         orders.prefill = prefill
         return orders
 
+    def reset(self) -> None:
+        """Tell that all KV up to now is void; what was to be saved of it is not."""
+        self._orders.saves.clear()
+        self._orders.reset = True
+
     def pages(
         self, plan: Plan | None, pages: Sequence[Sequence[int]], replace: bool, kept: int
     ) -> None:

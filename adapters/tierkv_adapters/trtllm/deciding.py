@@ -127,7 +127,7 @@ class Decisions:
             return 0
         book = self._book
         with book.lock:
-            count = self._planner.offer(name, computed, time.monotonic(), leave=1, ready=True)
+            count = self._planner.offer(name, computed, time.monotonic(), leave=1)
             if count:
                 book.pin(name, (computed + count) // book.block_tokens)
         tracked.stop, tracked.offered = computed + count, count > 0
@@ -147,7 +147,7 @@ class Decisions:
                 planner.advance(name, tokens=tokens[known:], pages=none, computed=0)
             return tracked
         if known is not None:
-            planner.finish(name)
+            planner.finish(name, awaited=False)
         facts, why_not = request_facts(request, len(tokens))
         limit = None if self._save_decoded else len(tokens)
         planner.admit(facts, tokens, cacheable=why_not is None, save_limit=limit)
@@ -274,7 +274,7 @@ class Decisions:
     def finished(self, number: int) -> bool:
         """A request is over, or lost its pages; whether copies may still be at them."""
         name, tracked = request_name(number), self._requests.pop(number, None)
-        self._planner.finish(name)
+        self._planner.finish(name, awaited=False)
         self._book.unpin(name)
         if tracked is None:
             return False

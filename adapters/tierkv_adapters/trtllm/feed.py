@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -76,12 +76,12 @@ class Wish:
     """
 
     facts: RequestFacts
-    tokens: Sequence[int]
+    tokens: Sequence[int] = field(repr=False)
     count: int
     stored: bool
     until: float = 0.0
     seen: int = 0
-    keys: list[list[BlockKey]] | None = None
+    keys: list[list[BlockKey]] | None = field(default=None, repr=False)
 
 
 class HoldFeed:
@@ -111,8 +111,8 @@ class HoldFeed:
         self._wishes: deque[Wish] = deque()
         self._waiting: list[Wish] = []
         self._wake = threading.Event()
-        self._losses = 0  # written by the feeds of ranks
-        self._cleared = 0  # of those losses; written by the feed alone
+        self._losses = [0] * world  # each written by that rank's feed alone
+        self._cleared = [0] * world  # of those losses; written by the feed's thread alone
         self._wished = 0  # written by the scheduler's thread alone
         self._granted = 0  # written by the feed's alone
         self._stopping = False
@@ -140,9 +140,9 @@ class HoldFeed:
             return None
         return ranks
 
-    def _lost(self) -> None:
+    def _lost(self, rank: int) -> None:
         """A rank's connection broke: its holds may be gone, even if it comes back at once."""
-        self._losses += 1
+        self._losses[rank] += 1
         self._wake.set()
 
     def settled(self, within: float) -> bool:
@@ -160,6 +160,8 @@ class HoldFeed:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_SNAPSHOT_S)
+        if self.ranks is not None:
+            self._forget(self.ranks.book.clear())
         for link in self._links:
             if link is not None:
                 link.close()
@@ -183,7 +185,7 @@ class HoldFeed:
             return True
         ranks = self.ranks
         assert ranks is not None
-        if self._cleared != (losses := self._losses):
+        if self._cleared != (losses := list(self._losses)):
             self._forget(ranks.book.clear())
             self._cleared = losses
         if not self._index.is_complete():
@@ -298,13 +300,13 @@ class HoldFeed:
 class _Residency(ReplicaIndex):
     """An index that tells when a rank is lost."""
 
-    def __init__(self, ranks: int, told: Callable[[], None]) -> None:
+    def __init__(self, ranks: int, told: Callable[[int], None]) -> None:
         super().__init__(ranks)
         self._told = told
 
     def lost(self, rank: int) -> None:
         super().lost(rank)
-        self._told()
+        self._told(rank)
 
 
 class _Asking(threading.Thread):

@@ -12,11 +12,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from tierkv.blocks import part_id
-from tierkv.layout import GroupKind
-from tierkv_adapters.serving.replicas import ReplicaIndex
+from tierkv_adapters.serving.replicas import ReplicaIndex, needed_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
     from tierkv.blocks import BlockKey, PartId
     from tierkv.decisions.types import GroupRule
 
-__all__ = ["HoldBook", "HoldCounters", "Run", "needed_parts"]
-
-_STRICT: Final = (GroupKind.FULL, GroupKind.LATENT)
+__all__ = ["HoldBook", "HoldCounters", "Run"]
 
 
 @dataclass(slots=True)
@@ -61,21 +57,6 @@ class Run:
     keys: tuple[BlockKey, ...]
     parts: tuple[PartId, ...]
     handles: list[Any] = field(default_factory=list)
-
-
-def needed_parts(
-    keys: Sequence[BlockKey], rules: Sequence[GroupRule], block_tokens: int
-) -> tuple[PartId, ...]:
-    """The parts that a prefix of exactly these blocks needs, in the order of the groups."""
-    found: list[PartId] = []
-    for group, rule in enumerate(rules):
-        first = 0
-        if rule.kind is GroupKind.STATE:
-            first = len(keys) - 1
-        elif rule.window is not None:
-            first = max(0, len(keys) * block_tokens - (rule.window - 1)) // block_tokens
-        found += [part_id(key, group) for key in keys[max(first, 0) :]]
-    return tuple(found)
 
 
 class HoldBook:
@@ -125,7 +106,6 @@ class HoldBook:
         block_tokens: int,
         *,
         start: int = 0,
-        ready: bool = False,
     ) -> int:
         """Blocks of the longest prefix that every rank holds; all that is held is ready."""
         self._asked = keys[0]
@@ -193,8 +173,9 @@ class HoldBook:
                 self._drop(run)
                 self.counters.returned += 1
                 victims.append(run)
-            while blocks and self.used + needed > self.budget:
-                blocks -= 1
+            each = sum(self._part_bytes)  # what a block less can save at most
+            while blocks and (over := self.used + needed - self.budget) > 0:
+                blocks = max(0, blocks - max(1, over // each))
                 needed = self._more(keys[:blocks])
         return blocks, victims
 

@@ -38,7 +38,6 @@ class RankFacts:
         block_tokens: Tokens of a block.
         page_tokens: Tokens of a page, by group.
         memory: Bytes of its first memory tier: what holds may take a share of.
-        pid: Its process.
     """
 
     rank: int
@@ -48,7 +47,6 @@ class RankFacts:
     block_tokens: int
     page_tokens: tuple[int, ...]
     memory: int
-    pid: int
 
     def space(self, adapter: AdapterId | None) -> Space:
         """The space of requests that run with this adapter."""
@@ -99,7 +97,6 @@ def write_facts(directory: str, facts: RankFacts) -> None:
         "block_tokens": facts.block_tokens,
         "page_tokens": facts.page_tokens,
         "memory": facts.memory,
-        "pid": facts.pid,
     }
     path = _file(directory, facts.rank)
     fresh = path.with_suffix(".new")
@@ -133,10 +130,10 @@ def read_facts(directory: str, rank: int, world: int) -> RankFacts | None:
 def _facts(plain: dict[str, Any]) -> RankFacts:
     if plain["format"] != _FORMAT:
         raise ValueError(f"format {plain['format']!r}, not {_FORMAT}")
-    numbers = [plain[name] for name in ("rank", "world", "block_tokens", "memory", "pid")]
+    numbers = [plain[name] for name in ("rank", "world", "block_tokens", "memory")]
     if not all(type(value) is int for value in (*numbers, *plain["page_tokens"])):
         raise ValueError("a number is none")
-    rank, world, block_tokens, memory, pid = numbers
+    rank, world, block_tokens, memory = numbers
     identity = Identity(
         plain["model"],
         plain["weights"],
@@ -156,4 +153,4 @@ def _facts(plain: dict[str, Any]) -> RankFacts:
         for group in plain["groups"]
     )
     pages = tuple(plain["page_tokens"])
-    return RankFacts(rank, world, identity, Layout(groups), block_tokens, pages, memory, pid)
+    return RankFacts(rank, world, identity, Layout(groups), block_tokens, pages, memory)

@@ -33,8 +33,8 @@ class Tracked:
     """
 
     facts: RequestFacts
-    prompt: Sequence[int]
-    decoded: list[int] = field(default_factory=list)
+    prompt: Sequence[int] = field(repr=False)
+    decoded: list[int] = field(default_factory=list, repr=False)
     computed: int = 0
     stop: int = 0
     offered: bool = False

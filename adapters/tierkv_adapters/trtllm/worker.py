@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from tierkv.blocking import CacheManager
 from tierkv.errors import ConfigError
 from tierkv_adapters.remote.server import RemoteServer
-from tierkv_adapters.serving.limited_log import LimitedLog
 from tierkv_adapters.serving.managers import is_lossy, rank_config
 from tierkv_adapters.serving.orders import StepOrders
 from tierkv_adapters.serving.pages import PagePools, block_tokens_for
@@ -79,7 +77,6 @@ class TierKVConnectorWorker(WorkerBase):
             )
         self._rank_of = rank_of(llm_args, rank)
         self._identity = identity_of(llm_args, self._config, self._rank_of)
-        self._complain = LimitedLog(_log)
         self.errors = 0
         self._manager: CacheManager | None = None
         self._rank: Rank | None = None
@@ -123,7 +120,7 @@ class TierKVConnectorWorker(WorkerBase):
     def _serve(self, groups: tuple[PageGroup, ...]) -> None:
         self.shutdown()  # the runtime may measure with one cache and then make another
         rank, world = self._rank_of
-        pools = PagePools(groups)
+        pools = PagePools(groups, numbered="apart")
         size = block_tokens_for(groups, self._config.serving.block_tokens)
         engine = rank_config(self._config.engine, rank, world)
         memory = engine.tiers[0]
@@ -140,7 +137,6 @@ class TierKVConnectorWorker(WorkerBase):
             size,
             tuple(group.page_tokens for group in groups),
             memory.capacity_bytes,
-            os.getpid(),
         )
         self._manager = CacheManager(engine).open()
         self._windowed = any(group.window is not None for group in groups)
@@ -190,7 +186,7 @@ class TierKVConnectorWorker(WorkerBase):
             return
         orders = metadata.orders
         self._transfers.ordered(orders, metadata.dropped)
-        if self._windowed and orders.taken:
+        if self._windowed and any(orders.taken):
             self._let_saves_end(self._rank)
         if self._windowed:
             self._saved |= {order.id for order in orders.saves}

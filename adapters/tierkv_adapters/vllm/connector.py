@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import vllm.config
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -15,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierkv.errors import AttachError
+from tierkv_adapters.vllm.logs import show_logs
 from tierkv_adapters.vllm.metadata import TierKVHandshake, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_adapters.vllm.scheduler import SchedulerSide
 from tierkv_adapters.vllm.stats import COUNTERS, TierKVPromMetrics, TierKVStats
 from tierkv_adapters.vllm.vocabulary import hit_sources, kv_events
-from tierkv_adapters.vllm.worker import WorkerSide, connector_settings
+from tierkv_adapters.vllm.worker import WorkerSide, check_settings, connector_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,6 +40,7 @@ class _Sides(KVConnectorBase_V1):
     """Makes the side that is asked for, and ends it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        show_logs()
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
@@ -95,8 +103,21 @@ class _WorkerCalls(_Sides):
     """What vLLM calls in a worker."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the rank's engine over vLLM's pages."""
-        self.worker_side.register(kv_caches)
+        """Open the rank's engine over vLLM's pages.
+
+        Raises:
+            AttachError: if they are those of another engine in this process. vLLM keeps one
+                worker's connector for a whole process and hands it to whoever comes next, whose
+                pages would be taken for those of the first.
+        """
+        _check_owner(self._vllm_config)
+        try:
+            self.worker_side.register(kv_caches)
+        except BaseException:
+            # this engine will not be: the next one in this process has to get one of its own
+            if has_kv_transfer_group() and get_kv_transfer_group() is self:
+                ensure_kv_transfer_shutdown()
+            raise
 
     def get_handshake_metadata(self) -> TierKVHandshake | None:
         """What the scheduler's side needs to know of this rank."""
@@ -237,6 +258,26 @@ class TierKVConnector(_SchedulerCalls, SupportsHMA):
     """
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Loads and saves are whole outside of graphs; asked before the model is loaded.
+
+        Raises:
+            ConfigError: if a setting is unknown or malformed, or there is no tier.
+        """
+        check_settings(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any layout will do; asked before the model is loaded.
+
+        Raises:
+            ConfigError: if a setting is unknown, malformed or cannot be honoured.
+        """
+        connector_settings(vllm_config)
+        return None
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierKVStats:
         """Wrap increments that came from another process."""
         return TierKVStats(data=dict(data or {}))
@@ -255,10 +296,23 @@ class TierKVConnector(_SchedulerCalls, SupportsHMA):
         )
 
 
+def _check_owner(mine: Any) -> None:
+    current = getattr(vllm.config, "get_current_vllm_config_or_none", lambda: None)()
+    if current is None or current is mine or current.instance_id == mine.instance_id:
+        return
+    raise AttachError(
+        "this process has another vLLM engine with a connector, and vLLM keeps one connector for a "
+        "process: end the other one first (llm.llm_engine.engine_core.shutdown()), or let each "
+        "have a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+    )
+
+
 def _check_reporting(kv_cache_config: Any) -> None:
-    several = len(kv_cache_config.kv_cache_groups) > 1
+    groups = kv_cache_config.kv_cache_groups
+    several = len(groups) > 1 or bool(getattr(kv_cache_config, "has_mamba_layers", False))
     if several and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         raise AttachError(
-            "this vLLM cannot be told that a load failed for a model with several KV cache groups: "
-            "update vLLM (0.32 can), or set --disable-hybrid-kv-cache-manager"
+            "this vLLM cannot be told that a load failed for a model with several KV cache groups, "
+            "or with recurrent states: update vLLM (0.30 can), or set "
+            "--disable-hybrid-kv-cache-manager"
         )

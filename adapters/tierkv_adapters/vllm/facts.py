@@ -37,6 +37,7 @@ __all__ = [
     "space_of",
 ]
 
+_CLOCKS = 2.0  # seconds by which the times of files and the system's clock may differ
 # formats whose weights are the files of the model; others come from somewhere else
 _FROM_FILES = frozenset(
     {
@@ -187,19 +188,34 @@ def space_of(
     return Space(identity, layout, block_tokens)
 
 
-def adapter_id(request: Any) -> AdapterId:
+def adapter_id(request: Any, *, since: float | None = None, mark: str = "") -> AdapterId:
     """Name a LoRA adapter by the content of its files. Reads them; not for the scheduler's thread.
 
     Args:
         request: vLLM's ``LoRARequest``.
+        since: Since when the engine may have read the files, in seconds of the system's clock.
+            Of files that were touched later it may hold older bytes than are there now.
+        mark: Set this engine's KV of such an adapter apart from everybody's.
 
     Raises:
         AttachError: if the files cannot be read.
     """
     path = _local(str(request.lora_path), None, None)
-    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    shape = "3d" if getattr(request, "is_3d_lora_weight", False) else ""
-    return AdapterId(str(request.lora_name), files_digest(path, files) + shape)
+    inside = sorted(path.rglob("*")) if path.is_dir() else []
+    files = [file for file in inside if file.is_file()] or [path]
+    version = files_digest(path, files)
+    if getattr(request, "is_3d_lora_weight", False):
+        version += "3d"
+    if since is not None and _touched(path, [path, *inside]) > since - _CLOCKS:
+        version += f":{mark}"
+    return AdapterId(str(request.lora_name), version)
+
+
+def _touched(path: Path, inside: Iterable[Path]) -> float:
+    """When files, or links on the way to them, were changed last."""
+    links = [one for one in (path, *path.absolute().parents) if one.is_symlink()]
+    times = [one.lstat().st_ctime for one in links]
+    return max([*times, *(one.stat().st_ctime for one in inside)])
 
 
 # ---------------------------------------------------------------------- weights

@@ -9,11 +9,21 @@ and V (or a latent) so that lossy codecs find heads, tokens and channels where t
 * the CPU backend keeps K and then V inside each head's page, K channel by channel
   (``[channels, tokens]``), V token by token; instruction sets that tile it are not described;
 * MLA keeps one latent per token.
+
+*Recurrent* layers (Mamba, linear attention, short convolutions) have no tokens in their pages: a
+page is the state behind one token, in one tensor or several, and is always opaque.
+
+Refused are groups of which a prefix cannot be brought back, or not provably right: cross-attention
+(its KV is another input's), states that vLLM keeps for the running token only (prefix caching off)
+or rolls back (speculative decoding), and chunked-local attention. Of the last, a prefix needs the
+KV since its chunk began, which is none of the rules that blocks are stored by; vLLM keeps all of it
+with ``--disable-hybrid-kv-cache-manager``, and it is then served like full attention.
 """
 
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierkv.errors import AttachError
@@ -42,13 +52,13 @@ class _Place(NamedTuple):
 
     name: str
     number: int
-    cache: torch.Tensor
+    cache: Any
     spec: Any
     backend: str
 
 
 def page_groups(
-    caches: Mapping[str, torch.Tensor],
+    caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     config: Any,
     backends: Mapping[str, str],
     *,
@@ -57,7 +67,8 @@ def page_groups(
     """Page groups of one rank, in the order of vLLM's transferable groups.
 
     Args:
-        caches: Cache tensor by layer name, as ``register_kv_caches`` gets them.
+        caches: Cache tensor, or those of a recurrent layer, by layer name, as
+            ``register_kv_caches`` gets them.
         config: vLLM's ``KVCacheConfig`` of the rank.
         backends: Attention backend by layer name.
         described: Whether K and V are wanted with their true axes, not opaque pages.
@@ -72,7 +83,10 @@ def page_groups(
         kind, window = _kind(group.kv_cache_spec)
         places = _places(group, caches, backends, numbers, int(config.num_blocks))
         packing = str(getattr(config, "kv_cache_layout", None) or "default")
-        layers = tuple(_layer(place, packing, described) for place in places)
+        recurrent = kind is GroupKind.STATE
+        layers = tuple(
+            _state(place) if recurrent else _layer(place, packing, described) for place in places
+        )
         groups.append(PageGroup(kind, window, int(group.kv_cache_spec.block_size), layers))
     if not groups:
         raise AttachError("this model keeps no KV that could be stored; take the connector out")
@@ -99,7 +113,15 @@ def _kind(spec: Any) -> tuple[GroupKind, int | None]:
             return kinds.pop()
         raise AttachError(_refused("a group of differing attention", spec))
     name = type(spec).__name__
+    if name == "MambaSpec":
+        _check_states(spec)
+        return GroupKind.STATE, None
     kind = _KINDS.get(name)
+    if name == "ChunkedLocalAttentionSpec":
+        raise AttachError(
+            "this model has chunked-local attention, whose KV TierKVConnector cannot bring back by "
+            "chunks: set --disable-hybrid-kv-cache-manager, which keeps all of it"
+        )
     if kind is None or not getattr(spec, "prefix_cacheable", True):
         raise AttachError(_refused("KV", spec))
     if getattr(spec, "extra_retained_tokens", 0) or getattr(spec, "bounded_replay", False):
@@ -108,11 +130,26 @@ def _kind(spec: Any) -> tuple[GroupKind, int | None]:
     return kind, window
 
 
+def _check_states(spec: Any) -> None:
+    """Refuse states that are not kept at the borders of blocks, or that may be rolled back."""
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise AttachError(
+            f"this model's recurrent states are kept for the running token only (cache mode "
+            f"{mode!r}): set --enable-prefix-caching, so that vLLM keeps those between blocks"
+        )
+    if getattr(spec, "num_speculative_blocks", 0):
+        raise AttachError(
+            "speculative decoding rolls recurrent states back, and nobody tells which page then "
+            "holds which: TierKVConnector serves recurrent models without --speculative-config only"
+        )
+
+
 def _refused(what: str, spec: Any) -> str:
     return (
         f"this model keeps {what} of kind {type(spec).__name__}, of which a prefix cannot be "
-        "brought back; TierKVConnector serves full, sliding-window and MLA attention: take the "
-        "connector out for this model"
+        "brought back; TierKVConnector serves full, sliding-window and MLA attention and recurrent "
+        "states: take the connector out for this model"
     )
 
 
@@ -128,7 +165,7 @@ def _numbers(config: Any) -> dict[str, int]:
 
 def _places(
     group: Any,
-    caches: Mapping[str, torch.Tensor],
+    caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     backends: Mapping[str, str],
     numbers: Mapping[str, int],
     blocks: int,
@@ -137,9 +174,13 @@ def _places(
     found, seen = [], set()
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     for name in group.layer_names:
-        cache = caches.get(name)
+        cache: Any = caches.get(name)
         if cache is None:
             raise AttachError(f"vLLM registered no cache for layer {name!r}")
+        spec = inner[name] if inner and name in inner else group.kv_cache_spec
+        if type(spec).__name__ == "MambaSpec":
+            found.append(_Place(name, numbers[name], _states(cache), spec, backends[name]))
+            continue
         if not hasattr(cache, "data_ptr"):
             raise AttachError(f"the cache of layer {name!r} is several tensors, not one")
         memory = cache.data_ptr(), tuple(cache.shape), cache.stride()
@@ -156,9 +197,44 @@ def _places(
                     f"{blocks} blocks"
                 )
             cache = cache.view(blocks, -1, *cache.shape[1:])
-        spec = inner[name] if inner and name in inner else group.kv_cache_spec
         found.append(_Place(name, numbers[name], cache, spec, backends[name]))
     return found
+
+
+def _states(cache: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(cache) if isinstance(cache, list | tuple) else (cache,)
+
+
+def _state(place: _Place) -> PagedLayer:
+    """A recurrent layer: all bytes of its states, in one tensor (vLLM 0.32) or in one for each.
+
+    Raises:
+        AttachError: if its tensors are not what vLLM says of them.
+    """
+    stated = [
+        (*map(int, shape), str(dtype).removeprefix("torch."))
+        for shape, dtype in zip(place.spec.shapes, place.spec.dtypes, strict=True)
+    ]
+    due = sum(
+        prod(shape) * dtype.itemsize
+        for shape, dtype in zip(place.spec.shapes, place.spec.dtypes, strict=True)
+    )
+    found = sum(prod(t.shape[1:]) * t.element_size() for t in place.cache)
+    if found != due or not all(_dense(tensor) for tensor in place.cache):
+        raise AttachError(
+            f"layer {place.name!r}: vLLM says that a page holds states {stated}, {due} bytes, and "
+            f"registered {[(tuple(t.shape), t.stride(), str(t.dtype)) for t in place.cache]}"
+        )
+    named = {f"state{number}": opaque(tensor) for number, tensor in enumerate(place.cache)}
+    shapes = ",".join("x".join(map(str, shape)) for shape in stated)
+    orders = "" if len(place.cache) == 1 else f":{[_order(tensor) for tensor in place.cache]}"
+    return PagedLayer(place.number, named, f"vllm:{place.backend}:{shapes}{orders}")
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Axes of a page from the outermost in memory to the innermost."""
+    strides = tensor.stride()
+    return tuple(sorted(range(1, tensor.dim()), key=lambda axis: (-strides[axis], axis)))
 
 
 def _layer(place: _Place, packing: str, described: bool) -> PagedLayer:

@@ -21,8 +21,10 @@ tokens that nobody holds, most of it for copying the token ids); a running reque
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from tierkv.decisions.types import GroupRule
@@ -42,6 +44,7 @@ from tierkv_adapters.vllm.links import connect
 from tierkv_adapters.vllm.live import Live
 from tierkv_adapters.vllm.pacing import Pacing
 from tierkv_adapters.vllm.ranks import agreed_groups, spaces_of
+from tierkv_adapters.vllm.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +68,7 @@ class SchedulerSide:
         kv_cache_config: vLLM's page groups.
         settings: The adapter's settings.
         clock: Tells the time in seconds.
-        digest: Reads a LoRA adapter's files; called in a thread of its own.
+        digest: Reads a LoRA adapter's files, in a thread of its own; default: :func:`adapter_id`.
         link: Connects to a rank: what it holds, and its reset.
     """
 
@@ -76,17 +79,15 @@ class SchedulerSide:
         settings: ServingSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
-        digest: Callable[[Any], AdapterId] = adapter_id,
+        digest: Callable[[Any], AdapterId] | None = None,
         link: Callable[[int, Mapping[str, Any], ReplicaIndex], Link] = connect,
     ) -> None:
-        groups = getattr(kv_cache_config, "kv_cache_groups", ())
-        self._moved = [
-            n for n, group in enumerate(groups) if getattr(group, "enable_kv_transfer", True)
-        ]
+        self._tables = Tables(getattr(kv_cache_config, "kv_cache_groups", ()))
         self._settings = settings
         self._clock = clock
         self._link = link
-        self._fingerprints = Fingerprints(digest)
+        since = functools.partial(adapter_id, since=time.time(), mark=uuid.uuid4().hex)
+        self._fingerprints = Fingerprints(digest or since)
         self._limited = LimitedLog(_log)
         self._live: dict[str, Live] = {}
         self._places: dict[str, int] = {}  # tokens in place, of loads some rank reported
@@ -94,7 +95,6 @@ class SchedulerSide:
         self._links: list[Link] = []
         self._negative = NegativeCache(settings.retry_after)
         self._planner: Planner | None = None
-        self._windows: list[tuple[int, int]] = []  # (window, page tokens) of sliding groups
         overlap = getattr(vllm_config, "scheduler_config", None)
         self._pacing = Pacing(2 if getattr(overlap, "async_scheduling", False) else 1)
         self._vllm = vllm_config
@@ -124,7 +124,7 @@ class SchedulerSide:
         self._tiers = tuple(name for name, _ in ranks[0].get("tiers", ()))
         announcer = self._announcer = announcer_of(self._vllm, len(rules), tiers)
         index = announcer.index(len(ranks)) if announcer else ReplicaIndex(len(ranks))
-        self._windows = [(window, page) for _, window, page in groups if window is not None]
+        self._tables.learn(groups)
         self._planner = Planner(
             spaces_of(ranks),
             rules,
@@ -150,6 +150,8 @@ class SchedulerSide:
         Returns:
             Whether all ranks did.
         """
+        if self._planner is not None:
+            self._planner.renew()
         done = [link.reset() for link in self._links]
         return all(done)
 
@@ -173,22 +175,27 @@ class SchedulerSide:
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """How many tokens behind those computed can be loaded; True: asynchronously."""
         live = self._admitted(request)
         planner = self._planner
         if live is None or planner is None:
             return 0, False
         live.account.asked(request, num_computed_tokens)
-        if not live.admitted:
-            return 0, False
         if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if not live.admitted:  # None: vLLM asks again in its next step
+            return (None if self._fingerprints.waits(request, self._clock()) else 0), False
+        if not self._fingerprints.fits(request):
             return 0, False
         known = planner.known(request.request_id) or 0
         if known < request.num_tokens:
             planner.learn(request.request_id, request.all_token_ids[known:])
         tokens = planner.offer(
-            request.request_id, num_computed_tokens, self._clock(), leave=self._leave(request)
+            request.request_id,
+            num_computed_tokens,
+            self._clock(),
+            leave=self._tables.leave(request),
         )
         return tokens, tokens > 0
 
@@ -200,7 +207,7 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """VLLM allocated pages: for a load if ``num_external_tokens`` are taken, else nothing."""
         if num_external_tokens > 0 and self._planner is not None:
-            pages = self._pages(blocks.get_block_ids())
+            pages = self._tables.pages(blocks.get_block_ids())
             live = self._live.get(request.request_id)
             if live is not None:
                 bit = self._planner.source(request.request_id)
@@ -219,6 +226,7 @@ class SchedulerSide:
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
             if (live := self._live.get(name)) is not None:
                 self._catch_up(live)
+        planner.taken(self._tables.copied(scheduler_output))
         counts = scheduler_output.num_scheduled_tokens
         prefill = 0
         for new in scheduler_output.scheduled_new_reqs:
@@ -249,23 +257,28 @@ class SchedulerSide:
         planner, live = self._planner, self._live.get(name)
         if planner is None:
             return
-        pages = self._pages(blocks) if blocks is not None else [()] * len(self._moved)
+        pages = self._tables.pages(blocks)
         late = live is not None and not live.admitted and not whole
-        table = self._table(output, name) if late else None
-        if live is None or (late and table is None) or self._admitted(live.request) is None:
-            planner.advance(name, tokens=(), pages=pages, computed=0, replace=whole, kept=had)
-            return
+        table = self._tables.table(output, name) if late else None
         if table is not None:  # it becomes known only now: with the pages that it got before
             pages, whole = table, True
+        lost = live is None or (late and table is None) or self._admitted(live.request) is None
+        if live is None or lost or not self._fingerprints.fits(live.request):
+            planner.advance(name, tokens=(), pages=pages, computed=0, replace=whole, kept=had)
+            return
         request = live.request
+        self._tables.note(output, name, had)
         computed = min(had + output.num_scheduled_tokens.get(name, 0), request.num_tokens)
         tokens: Sequence[int] = ()
         if planner.due(name, computed):
             known = planner.known(name) or 0
             tokens = request.all_token_ids[known:computed] if known < computed else ()
-            table = self._table(output, name) if self._windows else None
+            table = self._tables.table(output, name) if self._tables.drops else None
             if table is not None:  # pages that left a window were given away without notice
-                pages, whole = table, True
+                planner.taken(pages, replace=whole, kept=had)
+                pages, whole = self._tables.sure(name, table), True
+            elif self._tables.states:  # which page holds which state, nobody tells
+                computed, tokens = 0, ()
         saved = planner.advance(
             name, tokens=tokens, pages=pages, computed=computed, replace=whole, kept=had
         )
@@ -281,7 +294,7 @@ class SchedulerSide:
         meta = getattr(output, "kv_connector_worker_meta", None)
         for name, (place, reason) in getattr(meta, "loads", {}).items():
             self._places[name] = min(place, self._places.get(name, place))
-            if reason is not None:
+            if reason is not None and name in self._live:  # else it was given up
                 self._limited.warning("load fell short", f"request {name}: {reason}")
         self._anew |= getattr(output, "failed_recving", None) or set()
         for name in getattr(output, "finished_recving", None) or ():
@@ -349,6 +362,7 @@ class SchedulerSide:
             deadline=wanted.load_deadline,
         )
         live.admitted = True
+        self._fingerprints.take(request, adapter)
         if hinted is not None:
             self._hinting.came(hinted, wanted.facts, request.all_token_ids[:])
         self._catch_up(live)
@@ -359,28 +373,12 @@ class SchedulerSide:
         count = int(getattr(live.request, "num_preemptions", 0))
         if count != live.preemptions:
             live.preemptions = count
+            self._tables.forget(live.request.request_id)
             if self._planner is not None:
                 self._planner.preempt(live.request.request_id)
 
-    def _leave(self, request: Any) -> int:
-        """Tokens that an offer has to leave.
-
-        vLLM gives a load pages for what the token *behind* it sees, but computes the last token
-        of a prompt that was loaded whole again, which sees one token more. Where a page begins
-        just there, the one before it is missing.
-        """
-        count = request.num_tokens
-        return int(any(count >= w and (count - w + 1) % page == 0 for w, page in self._windows))
-
     def _over(self, name: str) -> None:
+        self._fingerprints.over(name)
+        self._tables.forget(name)
         if self._live.pop(name, None) is not None and self._planner is not None:
             self._planner.finish(name)
-
-    def _pages(self, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Pages of the groups that are moved; vLLM's null block, 0, is no page."""
-        return [[page or -1 for page in blocks[group]] for group in self._moved]
-
-    def _table(self, output: Any, name: str) -> list[list[int]] | None:
-        state = getattr(output, "kv_connector_block_state", None)
-        blocks = state.get_block_ids(name) if state is not None else None
-        return None if blocks is None else self._pages(blocks)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierkv.config import load_config
 from tierkv.errors import ConfigError
+from tierkv.layout import GroupKind
 from tierkv_adapters.remote.server import RemoteServer
 from tierkv_adapters.serving.leaving import at_exit, not_at_exit
 from tierkv_adapters.serving.managers import is_lossy, open_manager
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from tierkv_adapters.serving.pages import PageGroup
     from tierkv_adapters.serving.rank import Ended
 
-__all__ = ["Results", "WorkerSide", "connector_settings"]
+__all__ = ["Results", "WorkerSide", "check_settings", "connector_settings"]
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.0005
@@ -80,8 +81,8 @@ def connector_settings(vllm_config: Any) -> _OwnSettings:
     change it any more).
 
     Raises:
-        ConfigError: if a setting is unknown or malformed, or vLLM is set to fail requests whose
-            load failed.
+        ConfigError: if a setting is unknown or malformed, there is no tier, or vLLM is set to
+            fail requests whose load failed.
     """
     transfer = vllm_config.kv_transfer_config
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
@@ -91,7 +92,20 @@ def connector_settings(vllm_config: Any) -> _OwnSettings:
             "request; set KVTransferConfig(..., kv_load_failure_policy='recompute')",
             setting="kv_load_failure_policy",
         )
-    extra = dict(transfer.kv_connector_extra_config or {})
+    return _settings(transfer.kv_connector_extra_config)
+
+
+def check_settings(extra: Mapping[str, Any] | None) -> None:
+    """Refuse ``kv_connector_extra_config`` that :func:`connector_settings` would refuse.
+
+    Raises:
+        ConfigError: if a setting is unknown or malformed, or there is no tier.
+    """
+    _settings(extra)
+
+
+def _settings(given: Mapping[str, Any] | None) -> _OwnSettings:
+    extra = dict(given or {})
     token, weights = extra.pop("manager", None), extra.pop("weights", None)
     for name, value in (("manager", token), ("weights", weights)):
         if value is not None and not (isinstance(value, str) and value):
@@ -103,6 +117,8 @@ def connector_settings(vllm_config: Any) -> _OwnSettings:
         source = load_config(None, **source).config
     elif settled is not False:
         raise ConfigError("settled goes with a config that is a mapping", setting="settled")
+    elif token is None:  # also read again where it is opened: here what is wrong is known early
+        load_config(source)
     return _OwnSettings(settings, token, weights, source)
 
 
@@ -183,7 +199,9 @@ class WorkerSide:
 
         space(None)
         self._rank = Rank(manager, pools, space)
-        self._one_group = len(self._caches.kv_cache_groups) == 1
+        # of a state there is no shorter part that is right: such loads are computed as a whole anew
+        states = any(group.kind is GroupKind.STATE for group in groups)
+        self._one_group = len(self._caches.kv_cache_groups) == 1 and not states
         self._page_tokens = groups[0].page_tokens
         if self._server is None:
             self._serve(manager)
@@ -278,7 +296,7 @@ class WorkerSide:
         if self._rank is None:
             return found
         ended = self._rank.poll()
-        if not ended and self._idle and self._loading:
+        if not ended and self._idle:
             # no token is computed in this step: the engine asks again at once, and would
             # otherwise spend the whole wait asking
             time.sleep(_IDLE_S)

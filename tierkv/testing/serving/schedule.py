@@ -120,7 +120,10 @@ class Scheduler(Requests):
             local = 0
             if not request.skip_reading_prefix_cache:
                 tables, local = self.pool.prefix(self.truth[name], request.num_tokens)
-            extra, is_async = self._ask(request, local)
+            asked = self._ask(request, local)
+            if asked is None:  # it asks for time, and is asked again in the next step
+                return 0, False, True
+            extra, is_async = asked
             computed, hit = local + extra, tables
             request.cached = local
         count = 0 if is_async else min(request.num_tokens - computed, budget)
@@ -136,8 +139,10 @@ class Scheduler(Requests):
             return 0, False, True
         return count, bool(extra), False
 
-    def _ask(self, request: Request, local: int) -> tuple[int, bool]:
+    def _ask(self, request: Request, local: int) -> tuple[int, bool] | None:
         answer = self._call("get_num_new_matched_tokens", request, local)
+        if answer == (None, False):
+            return None
         if not isinstance(answer, tuple) or type(answer[0]) is not int or answer[0] < 0:
             raise Violation("bad-answer", f"get_num_new_matched_tokens answers {answer!r}")
         tokens, is_async = answer

@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What it replies; fields as in :class:`tierkv_adapters.hf.result.GenerateResult`."""
+    """What it replies; fields as in :class:`tierkv_adapters.chat.result.GenerateResult`."""
 
     output_ids: list[int]
     reused_tokens: int

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierkv.config import Tier
+from tierkv_adapters.chat.prompts import encode_prompt
 from tierkv_adapters.hf.compare import compare_tokens
 from tierkv_adapters.hf.demo.figures import Turn
 from tierkv_adapters.hf.demo.reference import Memory, Recorder, common_prefix, plain_run
 from tierkv_adapters.hf.probe import layout_of, probe_layers
-from tierkv_adapters.hf.prompts import encode_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tierkv.blocking import CacheManager
+    from tierkv_adapters.chat.result import GenerateResult
     from tierkv_adapters.hf.demo.reference import Run
     from tierkv_adapters.hf.demo.script import Ask
     from tierkv_adapters.hf.handle import SyncHandle
-    from tierkv_adapters.hf.result import GenerateResult
 
 __all__ = ["HOST_TOKENS", "Scenario", "ask_store", "demo_tiers"]
 
