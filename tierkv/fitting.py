@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.blocks import split_part
+from tierkv.errors import IntegrityError
 from tierkv.frame import header_bytes, refuse
 
 if TYPE_CHECKING:
@@ -13,9 +14,16 @@ if TYPE_CHECKING:
     from tierkv.frame import Header, Section
     from tierkv.layout import Space
 
-__all__ = ["check_identity", "check_layout", "section_table"]
+__all__ = ["ForeignFrame", "check_identity", "check_layout", "section_table"]
 
 _Table = tuple[tuple[int, str, str, tuple[int, ...]], ...]
+
+
+class ForeignFrame(IntegrityError):
+    """A whole frame of the part in question, whose reader named another space, tenant or salt.
+
+    A part's name follows from all of these: it is the reader who is wrong, and the copy is good.
+    """
 
 
 def check_identity(
@@ -24,12 +32,16 @@ def check_identity(
     """Check that the frame is the one asked for (``generation`` None: any).
 
     Raises:
+        ForeignFrame: if it is this part, and of another space, tenant or salt.
         IntegrityError: naming the field that differs.
     """
-    wanted = {"part": part, "space": space, "root": root, "generation": generation}
-    for name, value in wanted.items():
-        if value != getattr(header, name) and not (name == "generation" and value is None):
-            raise refuse(f"it belongs to another {name}")
+    if header.part != part:
+        raise refuse("it belongs to another part")
+    for name, value in (("space", space), ("root", root)):
+        if getattr(header, name) != value:
+            raise ForeignFrame(f"the frame belongs to another {name} than its reader named")
+    if generation not in (None, header.generation):
+        raise refuse("it belongs to another generation")
 
 
 @dataclass(slots=True)

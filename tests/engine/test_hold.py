@@ -183,7 +183,7 @@ async def test_what_is_there_is_all_that_is_held(tmp_path: Path) -> None:
         hold.release()
         strangers = await rig.engine.hold(None, keys, tenant="somebody else", salt=b"x")
         assert strangers.blocks == 0  # frames of another root: they are not these blocks
-        assert where(rig) == ["nvme"] * BLOCKS or where(rig)[0] is None
+        assert where(rig) == ["host"] * BLOCKS  # and those whose they are still have them
 
 
 async def test_tenant_and_salt_make_the_root(tmp_path: Path) -> None:
@@ -336,3 +336,16 @@ async def test_k5_holds_make_nothing_else_impossible(tmp_path: Path) -> None:
             done = await session.store(ids, kv.view)
         assert [b.reason for b in done.blocks if b.reason is SkipReason.FULL] == []
         assert done.stored == 12
+
+
+@pytest.mark.parametrize("warm", [True, False])
+async def test_k6_a_wrong_tenant_condemns_no_good_copy(warm: bool, tmp_path: Path) -> None:
+    """Keys are taken at their word; what they name may belong to somebody else."""
+    async with stored("host+nvme", tmp_path, warm=warm) as (rig, keys, _):
+        with await rig.engine.hold(None, keys, tenant="other") as hold:
+            assert hold.blocks == 0
+        with await rig.engine.hold(None, keys, salt=b"other") as hold:
+            assert hold.blocks == 0
+        with await rig.engine.hold(None, keys) as hold:
+            assert hold.blocks == BLOCKS
+        assert rig.engine.core.decisions.entries(1) == BLOCKS

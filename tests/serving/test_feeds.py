@@ -152,6 +152,7 @@ def test_the_index_comes_to_what_the_engine_would_match(
 def test_a_broken_feed_loses_its_rank_and_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, no_thread_leaks: None, no_fd_leaks: None
 ) -> None:
+    caplog.set_level(logging.INFO)
     path = tmp_path / "s" / "e.sock"
     index = ReplicaIndex(1)
     feed = SocketFeed(path, index, 0)
@@ -167,6 +168,7 @@ def test_a_broken_feed_loses_its_rank_and_begins_anew(
     feed.close()
     broken = [r for r in caplog.records if "is broken, and tried again" in r.getMessage()]
     assert len(broken) == 3, "each outage is told once"
+    assert {record.levelno for record in broken} == {logging.INFO}, "an end is no reason to worry"
 
 
 def test_one_thread_serves_all_feeds_and_ends_with_the_last(

@@ -113,7 +113,7 @@ def _faulty(mode: Mode, seed: int, block: int, requests: int) -> dict[str, int]:
     """A storm over ranks that fail loads, lose blocks and take their time; what was counted."""
     faults = Faults(lag=seed % 4, load_fails=0.5 * (seed % 2), evicts=0.1, seed=seed)
     with Rig(scarce(mode, 4), block=block, faults=faults) as rig:
-        Storm(rig.replay, seed, secrets=not seed % 2, resets=0.15).run(requests)
+        Storm(rig.replay, seed, secrets=not seed % 2, resets=0.05).run(requests)
         assert (rig.side._live, rig.side._places, rig.side._anew) == ({}, {}, set())
         planner = rig.side._planner
         assert planner is not None

@@ -233,9 +233,13 @@ class NamedSessions(Lifetime):
             if self._there is not None:
                 self._there.destroy_session(name)
             else:
-                self._loop.soon(self._bury)
+                self._loop.soon(self._bury_in_passing)
         except Exception:  # noqa: BLE001 - while the interpreter exits, anything may be gone
             pass
+
+    def _bury_in_passing(self) -> None:
+        with contextlib.suppress(ClosedError):  # closed meanwhile: no session is left to forget
+            self._bury()
 
     def _bury(self) -> None:
         for entry in self._names.dead():

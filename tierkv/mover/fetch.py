@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tierkv.abc import IoStatus, ReadRequest
 from tierkv.decisions.types import EvictReason, SkipReason, StoreItem
 from tierkv.errors import ClosedError, CodecError, TierKVError
+from tierkv.fitting import ForeignFrame
 from tierkv.frame import page_round
 from tierkv.mover.core import INLINE_BYTES, stored_part
 from tierkv.mover.staged import Slice, stage
@@ -282,7 +283,9 @@ class Fetcher:
             checked = await core.workers.run(_verify_all, good)
         for (flight, memory), header in zip(good, checked, strict=True):
             found = flight.wanted.found
-            if isinstance(header, CodecError):
+            if isinstance(header, ForeignFrame):
+                flight.failure = EvictReason.FAILED  # for this reader; the copy is good
+            elif isinstance(header, CodecError):
                 flight.failure = EvictReason.DAMAGED
                 core.damaged(found.part, found.tier, found.generation, "checksum")
             else:

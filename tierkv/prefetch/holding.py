@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from tierkv.decisions.types import EvictReason
 from tierkv.errors import BackendError, CapacityError, ClosedError, CodecError, ConfigError
+from tierkv.fitting import ForeignFrame
 from tierkv.mover.find import find
 from tierkv.mover.lease import Lease
 from tierkv.pipeline import open_frame, verify
@@ -172,7 +173,7 @@ class Holder:
         """Check frames in memory, in a worker thread, which the leases outlast.
 
         Returns:
-            Part and generation of those that are right; the others are dropped.
+            Part and generation of those that are right; damaged ones are dropped.
         """
         core = self._core
         frames: list[tuple[FoundPart, memoryview]] = []
@@ -183,23 +184,27 @@ class Holder:
                 core.lost(found.part, found.tier, found.generation, EvictReason.FAILED)
             else:
                 frames.append((found, buffer.memory))
-        bad = await core.workers.run(_damaged, frames, space, root)
-        for found in bad:
-            core.damaged(found.part, found.tier, found.generation, "checksum")
-        wrong = {found.part for found in bad}
+        bad = await core.workers.run(_refused, frames, space, root)
+        for found, damaged in bad:
+            if damaged:
+                core.damaged(found.part, found.tier, found.generation, "checksum")
+        wrong = {found.part for found, _ in bad}
         return [(f.part, f.generation) for f, _ in frames if f.part not in wrong]
 
 
-def _damaged(
+def _refused(
     frames: Sequence[tuple[FoundPart, memoryview]], space: Space, root: BlockKey
-) -> list[FoundPart]:
+) -> list[tuple[FoundPart, bool]]:
+    """Parts that are not held, and whether that is for damage; else they are not the asker's."""
     bad = []
     for found, frame in frames:
         try:
             header = open_frame(frame, space, found.part, found.generation, root)
             verify(header, frame)
+        except ForeignFrame:
+            bad.append((found, False))
         except CodecError:
-            bad.append(found)
+            bad.append((found, True))
     return bad
 
 

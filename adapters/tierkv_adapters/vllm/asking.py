@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tierkv.blocks import Media
+from tierkv.blocks import Media, encode_fields
 from tierkv.config.fields import did_you_mean
 from tierkv.errors import ConfigError
 from tierkv.units import parse_duration
@@ -149,6 +149,7 @@ def wanted_of(
     adapter: AdapterId | None,
     save_decoded: bool,
     ttl: float | None = None,
+    era: bytes = b"",
 ) -> Wanted:
     """What vLLM's request is to the planner.
 
@@ -158,6 +159,7 @@ def wanted_of(
         adapter: Its LoRA adapter, if it has one.
         save_decoded: Whether decoded tokens are stored as well.
         ttl: Time to live, if it says nothing of its own.
+        era: What sets KV computed since the last reset apart from all that was stored before.
     """
     media = media_of(getattr(request, "mm_features", None))
     cacheable = asked is not None and media is not None and _plain(request)
@@ -172,6 +174,8 @@ def wanted_of(
     salt = asked.salt
     if salt is None:
         salt = (getattr(request, "cache_salt", None) or "").encode()
+    if era:
+        salt = encode_fields("tierkv.era", era, salt)
     facts = RequestFacts(
         request.request_id,
         session=asked.session,

@@ -9,11 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import vllm.config
-from vllm.distributed.kv_transfer import (
-    ensure_kv_transfer_shutdown,
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-)
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -26,7 +22,12 @@ from tierkv_adapters.vllm.metadata import TierKVHandshake, TierKVMetadata, TierK
 from tierkv_adapters.vllm.scheduler import SchedulerSide
 from tierkv_adapters.vllm.stats import COUNTERS, TierKVPromMetrics, TierKVStats
 from tierkv_adapters.vllm.vocabulary import hit_sources, kv_events
-from tierkv_adapters.vllm.worker import WorkerSide, check_settings, connector_settings
+from tierkv_adapters.vllm.worker import (
+    WorkerSide,
+    check_policy,
+    check_settings,
+    connector_settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,17 +107,18 @@ class _WorkerCalls(_Sides):
         """Open the rank's engine over vLLM's pages.
 
         Raises:
+            ConfigError: if a connector around this one is set to fail requests.
             AttachError: if they are those of another engine in this process. vLLM keeps one
                 worker's connector for a whole process and hands it to whoever comes next, whose
                 pages would be taken for those of the first.
         """
-        _check_owner(self._vllm_config)
+        current = _owner(self._vllm_config)
         try:
+            check_policy(current.kv_transfer_config)  # of a MultiConnector, too
             self.worker_side.register(kv_caches)
         except BaseException:
             # this engine will not be: the next one in this process has to get one of its own
-            if has_kv_transfer_group() and get_kv_transfer_group() is self:
-                ensure_kv_transfer_shutdown()
+            ensure_kv_transfer_shutdown()
             raise
 
     def get_handshake_metadata(self) -> TierKVHandshake | None:
@@ -296,10 +298,13 @@ class TierKVConnector(_SchedulerCalls, SupportsHMA):
         )
 
 
-def _check_owner(mine: Any) -> None:
+def _owner(mine: Any) -> Any:
+    """Configuration of the engine that calls, which has to be the one of this connector."""
     current = getattr(vllm.config, "get_current_vllm_config_or_none", lambda: None)()
-    if current is None or current is mine or current.instance_id == mine.instance_id:
-        return
+    if current is None:
+        return mine
+    if current is mine or current.instance_id == mine.instance_id:
+        return current
     raise AttachError(
         "this process has another vLLM engine with a connector, and vLLM keeps one connector for a "
         "process: end the other one first (llm.llm_engine.engine_core.shutdown()), or let each "

@@ -23,12 +23,16 @@ class Live:
         asked: What it wishes; None: it could not be read.
         hinted: What it hints at, or None.
         account: What came of its prompt.
+        era: Since which reset its KV is computed; with the weights of then, as far as is known.
     """
 
-    __slots__ = ("account", "admitted", "asked", "hinted", "preemptions", "request")
+    __slots__ = ("account", "admitted", "asked", "era", "hinted", "preemptions", "request")
 
-    def __init__(self, request: Any, asked: Asked | None, hinted: Hinted | None) -> None:
+    def __init__(
+        self, request: Any, asked: Asked | None, hinted: Hinted | None, era: bytes = b""
+    ) -> None:
         self.request = request
+        self.era = era
         self.asked = asked
         self.hinted = hinted
         self.account = Account()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,7 @@ class SchedulerSide:
         self._fingerprints = Fingerprints(digest or since)
         self._limited = LimitedLog(_log)
         self._live: dict[str, Live] = {}
+        self._era = b""
         self._places: dict[str, int] = {}  # tokens in place, of loads some rank reported
         self._anew: set[str] = set()  # loads that vLLM computes again as a whole
         self._links: list[Link] = []
@@ -145,11 +147,15 @@ class SchedulerSide:
     def reset_cache(self) -> bool:
         """Empty every rank's tiers; what is on its way is stopped by the ranks.
 
-        The one call that waits: an operator asks for it, and on return nothing old is found.
+        The one call that waits: an operator asks for it, and on return nothing old is found. It
+        may be because other weights were put in place, which changes no file that they are known
+        by: what is computed from now on is found by this run of vLLM alone, and what requests of
+        now compute is not stored at all.
 
         Returns:
             Whether all ranks did.
         """
+        self._era = secrets.token_bytes(16)
         if self._planner is not None:
             self._planner.renew()
         done = [link.reset() for link in self._links]
@@ -168,7 +174,7 @@ class SchedulerSide:
         hinted = None
         if asked is not None:
             hinted = self._hinting.read(request, asked.pin, asked.prefetch)
-        self._live[request.request_id] = Live(request, asked, hinted)
+        self._live[request.request_id] = Live(request, asked, hinted, self._era)
         lora = getattr(request, "lora_request", None)
         if lora is not None:
             self._fingerprints.ask(lora)
@@ -186,7 +192,7 @@ class SchedulerSide:
             return 0, False
         if not live.admitted:  # None: vLLM asks again in its next step
             return (None if self._fingerprints.waits(request, self._clock()) else 0), False
-        if not self._fingerprints.fits(request):
+        if not self._fits(live):
             return 0, False
         known = planner.known(request.request_id) or 0
         if known < request.num_tokens:
@@ -263,7 +269,7 @@ class SchedulerSide:
         if table is not None:  # it becomes known only now: with the pages that it got before
             pages, whole = table, True
         lost = live is None or (late and table is None) or self._admitted(live.request) is None
-        if live is None or lost or not self._fingerprints.fits(live.request):
+        if live is None or lost or not self._fits(live):
             planner.advance(name, tokens=(), pages=pages, computed=0, replace=whole, kept=had)
             return
         request = live.request
@@ -352,7 +358,8 @@ class SchedulerSide:
             return live  # perhaps by the next step
         hinted = live.hinted
         ttl = None if hinted is None else hinted.ttl
-        wanted = wanted_of(request, live.asked, adapter, self._settings.save_decoded, ttl)
+        decoded, era = self._settings.save_decoded, live.era
+        wanted = wanted_of(request, live.asked, adapter, decoded, ttl, era)
         planner.admit(
             wanted.facts,
             request.all_token_ids[:],
@@ -367,6 +374,10 @@ class SchedulerSide:
             self._hinting.came(hinted, wanted.facts, request.all_token_ids[:])
         self._catch_up(live)
         return live
+
+    def _fits(self, live: Live) -> bool:
+        """Whether what is computed of a request is what it would be stored as."""
+        return live.era == self._era and self._fingerprints.fits(live.request)
 
     def _catch_up(self, live: Live) -> None:
         """Tell the planner of a preemption: the request's pages are not its any more."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import time
 from array import array
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tierkv.config import load_config
 from tierkv.errors import ConfigError
 from tierkv.layout import GroupKind
+from tierkv_adapters.remote.leftovers import socket_folder
 from tierkv_adapters.remote.server import RemoteServer
 from tierkv_adapters.serving.leaving import at_exit, not_at_exit
 from tierkv_adapters.serving.managers import is_lossy, open_manager
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tierkv_adapters.serving.pages import PageGroup
     from tierkv_adapters.serving.rank import Ended
 
-__all__ = ["Results", "WorkerSide", "check_settings", "connector_settings"]
+__all__ = ["Results", "WorkerSide", "check_policy", "check_settings", "connector_settings"]
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.0005
@@ -85,6 +85,16 @@ def connector_settings(vllm_config: Any) -> _OwnSettings:
             fail requests whose load failed.
     """
     transfer = vllm_config.kv_transfer_config
+    check_policy(transfer)
+    return _settings(transfer.kv_connector_extra_config)
+
+
+def check_policy(transfer: Any) -> None:
+    """Refuse a ``KVTransferConfig`` with which a load that falls short fails its request.
+
+    Raises:
+        ConfigError: says what to set.
+    """
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         raise ConfigError(
@@ -92,7 +102,6 @@ def connector_settings(vllm_config: Any) -> _OwnSettings:
             "request; set KVTransferConfig(..., kv_load_failure_policy='recompute')",
             setting="kv_load_failure_policy",
         )
-    return _settings(transfer.kv_connector_extra_config)
 
 
 def check_settings(extra: Mapping[str, Any] | None) -> None:
@@ -240,7 +249,7 @@ class WorkerSide:
     def _serve(self, manager: CacheManager) -> None:
         folder = self._settings.socket_dir
         if folder is None:
-            folder = self._folder = tempfile.mkdtemp(prefix="tierkv-")  # 0700
+            folder = self._folder = socket_folder()
         self._socket = os.path.join(folder, f"rank{self._facts.number}.sock")
         self._server = RemoteServer(manager, self._socket, self.about)
         self._server.start()
@@ -363,9 +372,9 @@ class WorkerSide:
             withdraw(self._socket)
         if server is not None:
             server.close()
-        if manager is not None and self._owned:
-            manager.close()
         folder, self._folder = self._folder, None
-        if folder is not None:
+        if folder is not None:  # before what takes time: vLLM may not wait for it
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
+        if manager is not None and self._owned:
+            manager.close()
