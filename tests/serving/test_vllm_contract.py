@@ -350,6 +350,20 @@ def test_reset_empties_every_rank() -> None:
         assert rig.replay.offered["second"] == 0
 
 
+def test_f006_what_is_computed_since_a_reset_is_found_by_this_run_alone() -> None:
+    """Other weights may be in place, and no file tells: a restart must not take it for the old."""
+    with Rig() as rig:
+        rig.replay.reset()
+        rig.replay.run(("first", Prompt(tokens(32))))
+        rig.replay.reset(connector=False)
+        rig.replay.run(("again", Prompt(tokens(32))))
+        assert rig.replay.offered["again"] > 0
+        rig.replay.reset(connector=False)
+        rig.side._era = b""  # as a scheduler of the next run begins
+        rig.replay.run(("restarted", Prompt(tokens(32))))
+        assert rig.replay.offered["restarted"] == 0
+
+
 def test_before_ranks_are_known_nothing_is_offered_or_said() -> None:
     with Rig() as rig:
         rig.side._planner = None

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tierkv.blocking import CacheManager
-from tierkv.config import load_config
+from tierkv.config import EngineConfig, load_config
 from tierkv.errors import AttachError, ClosedError
+from tierkv.registry import resolve
 from tierkv_adapters.serving.settings import ServingSettings
 from tierkv_adapters.vllm.engines import is_async, is_engine, transfer_of, vllm_config_of
 from tierkv_adapters.vllm.handle import AsyncHandle, Handle
@@ -104,12 +105,33 @@ def _arguments(
             f"LLMEngine or AsyncLLM of vLLM, not {type(target).__name__}"
         )
     _check_free(values)
-    ServingSettings.parse(settings)
-    config = manager.config if isinstance(manager, CacheManager) else load_config(manager).config
+    ServingSettings.parse(settings, engine="vllm")
+    config = _config_of(manager)
     share = _get(values, "gpu_memory_utilization")
     check_room(config, share, taken=_is_open(manager), memory=memory)
     extra = join(manager, _workers(values), here=_in_process(values))
     return _with(values, {**extra, **settings})
+
+
+def _config_of(manager: Any) -> EngineConfig:
+    """Settings of a manager, or of one to come.
+
+    Raises:
+        AttachError: if it is neither.
+        ConfigError: if they make no sense, down to the kinds of the tiers: said before a model is
+            loaded for them.
+    """
+    if isinstance(manager, CacheManager):
+        return manager.config
+    if not isinstance(manager, EngineConfig | Mapping | str | os.PathLike):
+        raise AttachError(
+            "attach(EngineArgs(...), manager) takes a manager, or settings for one (a mapping, a "
+            f"TOML file, an EngineConfig), not {type(manager).__name__}"
+        )
+    config = load_config(manager).config
+    for tier in config.tiers:
+        resolve("backends", tier.kind)
+    return config
 
 
 def _get(values: Any, name: str) -> Any:

@@ -21,31 +21,20 @@ tokens that nobody holds, most of it for copying the token ids); a running reque
 
 from __future__ import annotations
 
-import functools
-import logging
-import secrets
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from tierkv.decisions.types import GroupRule
-from tierkv.errors import ConfigError
 from tierkv.layout import GroupKind
-from tierkv_adapters.serving.limited_log import LimitedLog
 from tierkv_adapters.serving.negative import NegativeCache
 from tierkv_adapters.serving.orders import StepOrders
 from tierkv_adapters.serving.planner import Planner
 from tierkv_adapters.serving.replicas import ReplicaIndex
 from tierkv_adapters.vllm.announcing import Announcer, announcer_of
-from tierkv_adapters.vllm.asking import Asked, wanted_of
-from tierkv_adapters.vllm.facts import adapter_id
-from tierkv_adapters.vllm.fingerprints import Fingerprints
-from tierkv_adapters.vllm.hints import Hinting
+from tierkv_adapters.vllm.intake import Intake
 from tierkv_adapters.vllm.links import connect
-from tierkv_adapters.vllm.live import Live
 from tierkv_adapters.vllm.pacing import Pacing
 from tierkv_adapters.vllm.ranks import agreed_groups, spaces_of
-from tierkv_adapters.vllm.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerSide"]
 
-_log = logging.getLogger(__name__)
 
-
-class SchedulerSide:
+class SchedulerSide(Intake):
     """Answers vLLM's scheduler; called by one thread.
 
     Until :meth:`started` told what ranks there are, nothing is offered or saved.
@@ -83,27 +70,18 @@ class SchedulerSide:
         digest: Callable[[Any], AdapterId] | None = None,
         link: Callable[[int, Mapping[str, Any], ReplicaIndex], Link] = connect,
     ) -> None:
-        self._tables = Tables(getattr(kv_cache_config, "kv_cache_groups", ()))
-        self._settings = settings
+        super().__init__(kv_cache_config, settings, digest)
         self._clock = clock
         self._link = link
-        since = functools.partial(adapter_id, since=time.time(), mark=uuid.uuid4().hex)
-        self._fingerprints = Fingerprints(digest or since)
-        self._limited = LimitedLog(_log)
-        self._live: dict[str, Live] = {}
-        self._era = b""
         self._places: dict[str, int] = {}  # tokens in place, of loads some rank reported
         self._anew: set[str] = set()  # loads that vLLM computes again as a whole
         self._links: list[Link] = []
         self._negative = NegativeCache(settings.retry_after)
-        self._planner: Planner | None = None
         overlap = getattr(vllm_config, "scheduler_config", None)
         self._pacing = Pacing(2 if getattr(overlap, "async_scheduling", False) else 1)
         self._vllm = vllm_config
         self._announcer: Announcer | None = None
-        self._hinting = Hinting()
         self._tiers: tuple[str, ...] = ()
-        self.malformed = 0
 
     # ------------------------------------------------------------------ start and end
 
@@ -155,29 +133,13 @@ class SchedulerSide:
         Returns:
             Whether all ranks did.
         """
-        self._era = secrets.token_bytes(16)
+        self._begin_era()
         if self._planner is not None:
             self._planner.renew()
         done = [link.reset() for link in self._links]
         return all(done)
 
     # ------------------------------------------------------------------ requests that wait
-
-    def on_new_request(self, request: Any) -> None:
-        """A request came in: read what it asks for, and find out about its LoRA adapter."""
-        try:
-            asked: Asked | None = Asked.parse(getattr(request, "kv_transfer_params", None))
-        except ConfigError as error:
-            asked = None  # its tenant may be what is malformed: it is computed, and shares nothing
-            self.malformed += 1
-            self._limited.warning("malformed request settings, not cached", str(error))
-        hinted = None
-        if asked is not None:
-            hinted = self._hinting.read(request, asked.pin, asked.prefetch)
-        self._live[request.request_id] = Live(request, asked, hinted, self._era)
-        lora = getattr(request, "lora_request", None)
-        if lora is not None:
-            self._fingerprints.ask(lora)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -340,56 +302,3 @@ class SchedulerSide:
             counts = self._planner.counters
             counted |= {name: getattr(counts, name) for name in counts.__slots__}
         return counted
-
-    # ------------------------------------------------------------------ parts of the above
-
-    def _admitted(self, request: Any) -> Live | None:
-        """The request, known to the planner if it can be; None: nobody told that it came."""
-        live = self._live.get(request.request_id)
-        planner = self._planner
-        if live is None or planner is None:
-            return None
-        if live.admitted:
-            self._catch_up(live)
-            return live
-        lora = getattr(request, "lora_request", None)
-        adapter = None if lora is None else self._fingerprints.known(lora)
-        if lora is not None and adapter is None:
-            return live  # perhaps by the next step
-        hinted = live.hinted
-        ttl = None if hinted is None else hinted.ttl
-        decoded, era = self._settings.save_decoded, live.era
-        wanted = wanted_of(request, live.asked, adapter, decoded, ttl, era)
-        planner.admit(
-            wanted.facts,
-            request.all_token_ids[:],
-            cacheable=wanted.cacheable,
-            load_limit=wanted.load_limit,
-            save_limit=wanted.save_limit,
-            deadline=wanted.load_deadline,
-        )
-        live.admitted = True
-        self._fingerprints.take(request, adapter)
-        if hinted is not None:
-            self._hinting.came(hinted, wanted.facts, request.all_token_ids[:])
-        self._catch_up(live)
-        return live
-
-    def _fits(self, live: Live) -> bool:
-        """Whether what is computed of a request is what it would be stored as."""
-        return live.era == self._era and self._fingerprints.fits(live.request)
-
-    def _catch_up(self, live: Live) -> None:
-        """Tell the planner of a preemption: the request's pages are not its any more."""
-        count = int(getattr(live.request, "num_preemptions", 0))
-        if count != live.preemptions:
-            live.preemptions = count
-            self._tables.forget(live.request.request_id)
-            if self._planner is not None:
-                self._planner.preempt(live.request.request_id)
-
-    def _over(self, name: str) -> None:
-        self._fingerprints.over(name)
-        self._tables.forget(name)
-        if self._live.pop(name, None) is not None and self._planner is not None:
-            self._planner.finish(name)

@@ -120,7 +120,7 @@ def _settings(given: Mapping[str, Any] | None) -> _OwnSettings:
         if value is not None and not (isinstance(value, str) and value):
             raise ConfigError(f"{name} is a text, not {value!r:.80}", setting=name)
     settled = extra.pop("settled", False)
-    settings = ServingSettings.parse(extra)
+    settings = ServingSettings.parse(extra, engine="vllm")
     source: Any = settings.config
     if settled is True and isinstance(source, Mapping):
         source = load_config(None, **source).config
