@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
+    import pytest
+
 IDS = kit.tokens(2)
 
 
@@ -182,3 +184,28 @@ def test_while_the_interpreter_exits(
     assert sorted(lines[1:]) == [f"destroyed {name} True" for name in ("first", "second", "third")]
     assert "Exception ignored" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_destroying_right_before_closing_is_no_error_of_the_loop(
+    caplog: pytest.LogCaptureFixture, no_thread_leaks: None
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go_on.wait(60.0)
+
+    with CacheManager(tiers=[tierkv.Tier("host", "1MiB")], metrics=False) as manager:
+        manager.bind(kit.space())
+        name = manager.create_session()
+        manager.store(IDS, kit.Memory(kit.LAYOUTS["full"], 32, 1).view, session=name)
+        manager._loop.soon(hold)
+        assert held.wait(60.0)
+        manager.destroy_session(name)
+        closing = threading.Thread(target=manager.close)
+        closing.start()
+        while manager._loop.is_open():
+            time.sleep(0.001)
+        go_on.set()
+        closing.join(60.0)
+    assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import kit
 from tests.engine.rig import Rig, load, running, usable
+from tests.engine.slow_rig import InTurn, Timers
 from tierkv.decisions.types import MissReason, SkipReason
 from tierkv.errors import LoadIncomplete
 from tierkv.testing.clock import VirtualClock
-from tierkv.testing.faults import Failing, Gated, Hanging, Slow
+from tierkv.testing.faults import Failing, Gated, Hanging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 SPACE = kit.space()
 FRAME = 12 * 1024
-GUARD_S = 20  # nothing below takes as long, unless it hangs
+GUARD_S = 60  # nothing below takes as long, unless it hangs
 
 
 async def until(true: Callable[[], bool], what: str) -> None:
@@ -162,18 +164,55 @@ async def test_a_hanging_layer_raises_in_time(tmp_path: Path) -> None:
         await rig.settle()
 
 
-async def test_a_slow_tier_that_moves_on_is_no_hanging_one(tmp_path: Path) -> None:
-    """Each batch takes a good part of the time-out, many of them far more: there is progress."""
-    slow = Slow(0.06, "read")
+async def test_a_slow_tier_that_moves_on_is_no_hanging_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch takes a good part of the time-out, many of them far more: there is progress.
+
+    The time-out runs on time that passes when told to: a busy machine changes nothing. Where the
+    tier stops in the end, it is found out: the time-out does run.
+    """
+    timers = Timers(monkeypatch)
+    turns = InTurn("read")
     async with running(
-        "host+nvme", tmp_path, space=SPACE, faults={"nvme": [slow]}, tier_timeout="300ms"
+        "host+nvme",
+        tmp_path,
+        space=SPACE,
+        clock=VirtualClock(100.0),
+        faults={"nvme": [turns]},
+        tier_timeout=1.0,
     ) as rig:
+
+        def fewer(than: int) -> bool:
+            return len(rig.engine.core.levels[1].flying) < than
+
         async with rig.engine.session("a") as session, asyncio.timeout(GUARD_S):
-            ids = await cold(rig, session, 1)
-            for _ in range(8):
-                assert (await load(session, ids))[0] == 64
-                rig.cool()
-        assert not is_open(rig)
+            prompts = [await cold(rig, session, seed) for seed in range(5)]
+            for ids in prompts[:4]:  # one after the other
+                one = rig.engine.workers.spawn(load, session, ids)
+                await until(lambda: turns.waiting == 1, "a read")
+                timers.advance(0.6)
+                turns.let_one_through()
+                assert (await one.wait())[0] == 64
+                assert not is_open(rig)
+            rig.cool()
+            some = [rig.engine.workers.spawn(load, session, ids) for ids in prompts]
+            await until(lambda: turns.waiting == len(prompts), "reads side by side")
+            for left in range(len(prompts), 0, -1):  # the last one takes three time-outs
+                timers.advance(0.6)
+                assert not is_open(rig)
+                turns.let_one_through()
+                await until(partial(fewer, left), "it moves on")
+            assert [(await one.wait())[0] for one in some] == [64] * len(prompts)
+            rig.cool()
+            last = rig.engine.workers.spawn(load, session, prompts[0])
+            await until(lambda: turns.waiting == 1, "one more read")
+            timers.advance(0.9)
+            assert not is_open(rig)
+            timers.advance(0.2)
+            assert is_open(rig), "this one stands still"
+            assert (await last.wait())[0] == 0
+            turns.let_one_through()
         await rig.at_rest()
 
 

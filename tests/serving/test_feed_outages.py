@@ -1,4 +1,4 @@
-"""What is logged while a rank does not answer: an end is told, an outage that lasts is a warning."""
+"""What is logged while a rank does not answer: an end is told, a lasting outage is a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The socket is its owner's alone, and nothing that comes through it harms the engine."""
+"""Nothing that comes through the socket, in either direction, harms the engine or a client."""
 
 from __future__ import annotations
 
@@ -8,43 +8,24 @@ import os
 import pickle
 import random
 import socket
-import stat
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import tierkv
 from tests import kit
-from tierkv.blocking import CacheManager
-from tierkv.errors import ClosedError, ConfigError, TierKVError
+from tests.serving.remote_rig import GUARD, HELLO, dial, rest, works
+from tierkv.errors import ConfigError, TierKVError
 from tierkv_adapters.remote import RemoteManager, RemoteServer, connections
 from tierkv_adapters.remote import server as serving
-from tierkv_adapters.remote.listening import listen
-from tierkv_adapters.remote.wire import (
-    HEAD,
-    MOST_BODY,
-    MOST_HEADER,
-    FrameReader,
-    WireError,
-    decode_header,
-    encode,
-    pack_changes,
-    pack_tokens,
-    unpack_changes,
-    unpack_tokens,
-)
+from tierkv_adapters.remote.wire import HEAD, FrameReader, encode, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-GUARD = 60.0
-TIERS = [tierkv.Tier("host", "8MiB")]
-HELLO = encode({"op": "hello", "wire": 1})
+    from tierkv.blocking import CacheManager
 
 
 class _Marker:
@@ -53,98 +34,6 @@ class _Marker:
 
     def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
         return os.mkdir, (self.path,)
-
-
-def _dial(server: RemoteServer) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(GUARD)
-    sock.connect(server.path)
-    return sock
-
-
-def _rest(sock: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    out = b""
-    try:
-        while data := sock.recv(1 << 16):
-            out += data
-    except ConnectionError:
-        pass
-    finally:
-        sock.close()
-    return out
-
-
-def _works(server: RemoteServer) -> None:
-    with RemoteManager(server.path) as client:
-        assert client.health()["status"] == "open"
-
-
-# ---------------------------------------------------------------------- frames
-
-
-@given(
-    frames=st.lists(
-        st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary()), max_size=4
-    ),
-    cuts=st.randoms(use_true_random=False),
-)
-def test_frames_arrive_however_they_are_cut(
-    frames: list[tuple[dict[str, Any], bytes]], cuts: random.Random
-) -> None:
-    data = b"".join(encode(header, body) for header, body in frames)
-    reader, got = FrameReader(), []
-    while data:
-        size = cuts.randint(1, len(data))
-        got += list(reader.feed(data[:size]))
-        data = data[size:]
-    assert got == frames
-
-
-@given(data=st.binary(max_size=64))
-def test_garbage_is_a_typed_error_or_waits_for_more(data: bytes) -> None:
-    reader = FrameReader()
-    try:
-        for header, _ in reader.feed(data):
-            assert isinstance(header, dict)
-    except WireError:
-        pass
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        HEAD.pack(0, 0),
-        HEAD.pack(MOST_HEADER + 1, 0),
-        HEAD.pack(1, MOST_BODY + 1),
-        HEAD.pack(2**32 - 1, 2**32 - 1),
-        HEAD.pack(2, 0) + b"[]",
-        HEAD.pack(4, 0) + b"null",
-        HEAD.pack(2, 0) + b"\xff\xff",
-        HEAD.pack(100_000, 0) + b"[" * 100_000,
-        b"GET / HTTP/1.1\r\n\r\n",
-    ],
-)
-def test_d7_lengths_and_headers_are_checked_before_they_are_believed(data: bytes) -> None:
-    with pytest.raises(WireError):
-        list(FrameReader().feed(data))
-
-
-def test_arrays_travel_and_are_checked() -> None:
-    assert list(unpack_tokens(pack_tokens([0, 7, 2**32 - 1]))) == [0, 7, 2**32 - 1]
-    for bad in ([-1], [2**32], ["a"]):
-        with pytest.raises(ConfigError, match="32 bits"):
-            pack_tokens(bad)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no array"):
-        unpack_tokens(b"abc")
-    changes: Any = [(bytes([n]) * 34, n) for n in range(256)]
-    assert unpack_changes(pack_changes(changes)) == changes
-    with pytest.raises(WireError, match="no list of parts"):
-        unpack_changes(bytes(36))
-    with pytest.raises(ConfigError, match="too long"):
-        encode({"name": "x" * MOST_HEADER})
-    with pytest.raises(WireError, match="JSON"):
-        decode_header(b"{")
 
 
 # ---------------------------------------------------------------------- what comes in
@@ -157,17 +46,17 @@ def test_f091_a_pickle_is_not_run(
     bomb = pickle.dumps(_Marker(str(marker)))
     frame = HEAD.pack(len(bomb), len(bomb)) + bomb + bomb
     for said in (bomb, frame, HELLO + bomb, HELLO + frame):
-        sock = _dial(server)
+        sock = dial(server)
         sock.sendall(said)
         sock.shutdown(socket.SHUT_WR)
-        _rest(sock)
-    with _dial(server) as sock:
+        rest(sock)
+    with dial(server) as sock:
         sock.sendall(HELLO + encode({"op": "explain", "tokens": True}, bomb))
         sock.sendall(encode({"op": "hold", "line": "x"}, bomb))
         sock.shutdown(socket.SHUT_WR)
-        assert b"ConfigError" in _rest(sock)
+        assert b"ConfigError" in rest(sock)
     assert not marker.exists()
-    _works(server)
+    works(server)
 
 
 def test_s1_mutated_requests_do_the_engine_no_harm(
@@ -195,21 +84,21 @@ def test_s1_mutated_requests_do_the_engine_no_harm(
                 data[at:at] = dice.randbytes(dice.randint(1, 40))
             if not data:
                 break
-        sock = _dial(server)
+        sock = dial(server)
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
         except ConnectionError:  # it has heard enough
             pass
-        _rest(sock)
-    _works(server)
+        rest(sock)
+    works(server)
     assert manager.stats().leases == 0
 
 
 def test_fields_of_another_kind_are_typed_errors_and_the_connection_goes_on(
     server: RemoteServer,
 ) -> None:
-    sock = _dial(server)
+    sock = dial(server)
     bad: list[dict[str, Any]] = [
         {},
         {"op": 7},
@@ -231,7 +120,7 @@ def test_fields_of_another_kind_are_typed_errors_and_the_connection_goes_on(
     sock.sendall(HELLO + b"".join(encode(header, b"abc") for header in bad))
     sock.sendall(encode({"op": "knows_session", "name": "a"}))
     sock.shutdown(socket.SHUT_WR)
-    answers = [header for header, _ in FrameReader().feed(_rest(sock))]
+    answers = [header for header, _ in FrameReader().feed(rest(sock))]
     assert [answer["ok"] for answer in answers] == [True, *[False] * len(bad), True]
     kinds = {answer["error"]["kind"] for answer in answers[1:-1]}
     assert kinds == {"ConfigError", "ClosedError"}
@@ -239,25 +128,25 @@ def test_fields_of_another_kind_are_typed_errors_and_the_connection_goes_on(
 
 def test_another_version_is_told_so(server: RemoteServer) -> None:
     for first in ({"op": "hello", "wire": 99}, {"op": "sessions"}):
-        sock = _dial(server)
+        sock = dial(server)
         sock.sendall(encode(first))
-        [(answer, _)] = FrameReader().feed(_rest(sock))
+        [(answer, _)] = FrameReader().feed(rest(sock))
         assert "speaks version 1" in answer["error"]["text"]
-    _works(server)
+    works(server)
 
 
 def test_a_peer_that_says_nothing_holds_up_nobody(
     manager: CacheManager, server: RemoteServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = _dial(server)
+    half = dial(server)
     half.sendall(HELLO + encode({"op": "sessions"})[:11])
-    deaf = _dial(server)  # never reads what it asks for
+    deaf = dial(server)  # never reads what it asks for
     deaf.sendall(HELLO + encode({"op": "stats"}) * 2000)
-    _works(server)
+    works(server)
     monkeypatch.setattr(serving, "_HELLO_S", 0.02)
-    silent = _dial(server)
-    assert _rest(silent) == b""
-    _works(server)
+    silent = dial(server)
+    assert rest(silent) == b""
+    works(server)
     manager.close()  # the fixture's guard: no thread is left, although they all stay
     assert manager.health() == {"status": "closed"}
     half.close()
@@ -284,101 +173,6 @@ def test_there_is_an_end_to_connections(
             assert time.monotonic() < end
     third.close()
     some[1].close()
-
-
-# ---------------------------------------------------------------------- whose it is
-
-
-def test_s3_the_socket_is_its_owners_alone(manager: CacheManager, tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        with RemoteServer(manager, tmp_path / "new" / "e.sock"):
-            folder = (tmp_path / "new").stat()
-            assert stat.S_IMODE(folder.st_mode) == 0o700
-            assert stat.S_IMODE((tmp_path / "new" / "e.sock").stat().st_mode) == 0o600
-    finally:
-        os.umask(before)
-
-
-def test_s3_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    for mode in (0o755, 0o770, 0o701):
-        tmp_path.chmod(mode)
-        with pytest.raises(ConfigError, match=r"others may enter .* mode 0700"):
-            listen(tmp_path / "e.sock")
-    tmp_path.chmod(0o700)
-    (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="no folder for a socket"):
-        listen(tmp_path / "link" / "e.sock")
-    with pytest.raises(ConfigError, match="at most 107 bytes"):
-        listen(tmp_path / ("x" * 100))
-
-
-def test_s4_another_user_is_refused_by_both_ends(
-    server: RemoteServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = RemoteManager(server.path)
-    with monkeypatch.context() as patch:
-        patch.setattr(serving, "peer_is_me", lambda _: False)
-        assert _rest(_dial(server)) == b""
-        with pytest.raises(ClosedError):
-            client.create_session("a", salt=b"grain")
-    with monkeypatch.context() as patch:
-        patch.setattr(connections, "peer_is_me", lambda _: False)
-        with pytest.raises(ConfigError, match="another user"):
-            client.create_session("a", salt=b"grain")
-    assert client.sessions() == []
-    client.close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_s4_a_process_of_another_user_hears_nothing(server: RemoteServer) -> None:
-    folder = Path(server.path).parent
-
-    def try_it() -> bytes:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:  # nothing of pytest may run in here
-            try:
-                os.setgid(65534)
-                os.setuid(65534)
-                with socket.socket(socket.AF_UNIX) as sock:
-                    sock.connect("e.sock")
-                    sock.sendall(HELLO)
-                    os.write(write, b"heard " + sock.recv(100))
-            except OSError as error:
-                os.write(write, type(error).__name__.encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as told:
-            heard = told.read()
-        os.waitpid(child, 0)
-        return heard
-
-    here = Path.cwd()
-    os.chdir(folder)  # the folders above are pytest's
-    try:
-        assert try_it() == b"PermissionError"
-        folder.chmod(0o755)
-        Path(server.path).chmod(0o666)
-        assert try_it() in (b"heard ", b"ConnectionResetError", b"BrokenPipeError")
-    finally:
-        os.chdir(here)
-    _works(server)
-
-
-def test_s4_no_port_is_opened(server: RemoteServer) -> None:
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is(fd)}
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        rows = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        assert not mine & {f"socket:[{row.split()[9]}]" for row in rows}
-
-
-def _is(fd: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-    except OSError:  # the descriptor of the listing
-        return False
 
 
 @pytest.mark.parametrize(
@@ -429,85 +223,6 @@ def test_salts_are_told_to_nobody(
             assert salt.decode() not in text
             assert salt.hex() not in text
         assert client.explain(kit.tokens(1), session="a")
-
-
-# ---------------------------------------------------------------------- the file
-
-
-def test_what_a_dead_process_left_is_replaced(manager: CacheManager, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    path = tmp_path / "e.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-        dead.listen(1)
-    assert path.exists()
-    with RemoteServer(manager, path) as server:
-        _works(server)
-
-
-def test_a_forked_child_does_not_keep_the_socket_of_a_dead_parent_alive(
-    manager: CacheManager, tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o700)
-    dying = listen(tmp_path / "e.sock")
-    ours, theirs = socket.socketpair()
-    child = os.fork()
-    if child == 0:  # nothing of pytest may run in here
-        ours.close()
-        theirs.send(b"!")
-        theirs.recv(1)
-        os._exit(0)
-    theirs.close()
-    assert ours.recv(1) == b"!"
-    dying.sock.close()  # as the kernel does for a process that dies
-    try:
-        with RemoteServer(manager, tmp_path / "e.sock") as server:
-            _works(server)
-    finally:
-        ours.close()
-        os.waitpid(child, 0)
-
-
-def test_what_is_no_socket_is_left_alone(manager: CacheManager, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    path = tmp_path / "e.sock"
-    path.write_text("a poem")
-    server = RemoteServer(manager, path)
-    with pytest.raises(ConfigError, match="is no socket"):
-        server.start()
-    server.close()
-    assert path.read_text() == "a poem"
-
-
-def test_a_living_server_is_not_pushed_aside(server: RemoteServer) -> None:
-    with CacheManager(tiers=TIERS) as other:
-        with pytest.raises(ConfigError, match="belongs to a server that runs"):
-            RemoteServer(other, server.path).start()
-        _works(server)
-        Path(server.path).unlink()  # somebody made room by force
-        with RemoteServer(other, server.path) as heir:
-            server.close()
-            _works(heir)  # its file was not taken along
-        assert not Path(server.path).exists()
-
-
-def test_a_folder_that_another_process_has_locked_is_not_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    from tierkv_adapters.remote import listening
-
-    monkeypatch.setattr(listening, "_PATIENCE_S", 0.05)
-    tmp_path.chmod(0o700)
-    folder = os.open(tmp_path, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="has locked this folder"):
-            listen(tmp_path / "e.sock")
-    finally:
-        os.close(folder)
-    listen(tmp_path / "e.sock").close()
 
 
 # ---------------------------------------------------------------------- what comes back

@@ -56,6 +56,30 @@ def _agree(index: ReplicaIndex, held: dict[PartId, int]) -> bool:
     return same and index.parts(0) == len(held)
 
 
+def _chat(
+    path: Path, number: int, over: threading.Event, done: list[int], unexpected: list[BaseException]
+) -> None:
+    """A client's thread: conversations through whatever server there is, until ``over``."""
+    dice = random.Random(number)
+    client = RemoteManager(path)
+    while not over.is_set():
+        name = f"{number}-{dice.randrange(4)}"
+        try:
+            client.create_session(name, adopt=True)
+            with client.use_session(name):
+                client.explain(kit.tokens(2, seed=dice.randrange(6)))
+            client.clear_session(name)
+            client.destroy_session(name)
+            client.stats()
+            done[number] += 1
+        except ClosedError:
+            time.sleep(0.001)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            unexpected.append(error)
+            return
+    client.close()
+
+
 @pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_servers_that_come_and_go(tmp_path: Path, no_thread_leaks: None) -> None:
@@ -68,28 +92,10 @@ def test_servers_that_come_and_go(tmp_path: Path, no_thread_leaks: None) -> None
     over = threading.Event()
     unexpected: list[BaseException] = []
     done = [0] * 4
-
-    def chat(number: int) -> None:
-        dice = random.Random(number)
-        client = RemoteManager(path)
-        while not over.is_set():
-            name = f"{number}-{dice.randrange(4)}"
-            try:
-                client.create_session(name, adopt=True)
-                with client.use_session(name):
-                    client.explain(kit.tokens(2, seed=dice.randrange(6)))
-                client.clear_session(name)
-                client.destroy_session(name)
-                client.stats()
-                done[number] += 1
-            except ClosedError:
-                time.sleep(0.001)
-            except BaseException as error:  # noqa: BLE001 - told to the test
-                unexpected.append(error)
-                return
-        client.close()
-
-    threads = [threading.Thread(target=chat, args=(number,)) for number in range(len(done))]
+    threads = [
+        threading.Thread(target=_chat, args=(path, number, over, done, unexpected))
+        for number in range(len(done))
+    ]
     for thread in threads:
         thread.start()
     dice = random.Random(1)

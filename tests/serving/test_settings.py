@@ -43,6 +43,13 @@ def test_an_unknown_name_says_what_was_meant() -> None:
     assert caught.value.setting == "load_deadlin"
 
 
+def test_what_only_another_engine_reads_is_unknown() -> None:
+    given = {"ready_fraction": 0.25}
+    assert ServingSettings.parse(given, engine="trtllm").ready_fraction == 0.25
+    with pytest.raises(ConfigError, match="unknown setting 'ready_fraction'"):
+        ServingSettings.parse(given, engine="vllm")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -115,6 +115,7 @@ def test_ours_may_be_one_of_several(manager: CacheManager) -> None:
     ("target", "more", "error", "what"),
     [
         (EngineArgs(), {"lode_deadline": 1}, ConfigError, "did you mean 'load_deadline'"),
+        (EngineArgs(), {"ready_fraction": 0.5}, ConfigError, "unknown setting"),
         (object(), {}, AttachError, "not object"),
     ],
 )
@@ -125,6 +126,10 @@ def test_mistakes_are_told_before_anything_happens(
         tk.attach(target, manager, **more)
     with pytest.raises(AttachError, match="a manager, or settings"):
         tk.attach(EngineArgs())
+    with pytest.raises(AttachError, match=r"a TOML file.*not int"):
+        tk.attach(EngineArgs(), 42)
+    with pytest.raises(ConfigError, match="did you mean 'host'"):
+        tk.attach(EngineArgs(), {"tiers": [{"kind": "hots", "capacity": "1MiB"}]})
     assert manager.stats().sessions == 0
 
 

@@ -265,3 +265,19 @@ def test_an_account_tells_what_really_came() -> None:
     anew.short(0)
     assert anew.told(("host",)) == {"own": 0, "loaded": 0, "tier": None}
     assert Account().told(()) == {"own": 0, "loaded": 0, "tier": None}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"token_ids": [73119, "x"]},
+        {"token_ids": [73119], "session": "chat"},
+        {"token_ids": [-73119]},
+        [73119],
+        "73119",
+    ],
+)
+def test_a_prefetch_that_makes_no_sense_is_told_without_its_tokens(value: object) -> None:
+    with pytest.raises(ConfigError, match="what to prefetch is") as caught:
+        parse_prefetch(value)
+    assert "73119" not in str(caught.value), "this line goes to the log"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import random
 import sys
@@ -23,13 +22,12 @@ from tests.serving.tier_fakes import (
     modules,
 )
 from tests.serving.tier_rig import GUARD, ROW, key
+from tests.serving.tier_specs import NEW, OLD, WEIGHTS, spec_of
 from tierkv.blocking import CacheManager
 from tierkv.errors import AttachError, ConfigError
 from tierkv.registry import names, resolve
 from tierkv.testing.faults import Failing, inject
 from tierkv_adapters.serving.registry import lend
-from tierkv_adapters.vllm.tier.facts import replica_of, tier_space
-from tierkv_adapters.vllm.tier.settings import TierSettings
 from tierkv_adapters.vllm.tier.shim import detect
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROWS = 32
-OLD, NEW = GENERATIONS
-WEIGHTS = {"weights": "rev1"}
 MADE_FOR_ONE = ("tierkv_adapters.vllm.tier.manager", "tierkv_adapters.vllm.tier.policies")
 """Modules whose classes are made for the vLLM that is there when they are imported."""
 
@@ -61,53 +57,6 @@ def load(name: str) -> Any:
     """A class of the tier package, made for the vLLM that is there now."""
     package = importlib.import_module("tierkv_adapters.vllm.tier")
     return getattr(package, name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    rank: int = 0
-    world_size: int = 1
-    tp_size: int = 1
-    data_parallel_index: int = 0
-    data_parallel_size: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Excerpt:
-    """As vLLM's ``OffloadingConfig``."""
-
-    model: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(name="m"))
-    parallel: Parallel = dataclasses.field(default_factory=Parallel)
-    kv_cache_layout: str | None = "LBHNC"
-    engine_id: str = "any"
-    extra_config: Any = dataclasses.field(default_factory=dict)
-
-
-def whole(**changes: Any) -> Any:
-    """As much of a ``VllmConfig`` as an identity reads."""
-    parallel = SimpleNamespace(
-        world_size=1, rank=0, data_parallel_size=2, data_parallel_index=1, tensor_parallel_size=1
-    )
-    hf = SimpleNamespace(architectures=["Llama"], to_dict=lambda: changes.get("hf", {"a": 1}))
-    model = SimpleNamespace(
-        dtype="float32", hf_config=hf, model="/nowhere", model_weights="", max_model_len=64
-    )
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=parallel,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
-        load_config=SimpleNamespace(load_format="auto"),
-        lora_config=changes.get("lora"),
-    )
-
-
-def spec_of(generation: str) -> Any:
-    if generation == OLD:
-        kv = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(layer_names=["l.0"], kv_cache_spec="full")]
-        )
-        return SimpleNamespace(vllm_config=whole(), kv_cache_config=kv, block_size_factor=1)
-    return SimpleNamespace(config=Excerpt(), tokens_per_block=(128,))
 
 
 class World:
@@ -352,56 +301,3 @@ def test_a_lookup_with_other_signatures_is_named() -> None:
     vars(there["vllm.v1.kv_offload.tiering.base"])["SecondaryTierManager"] = Other
     with pytest.raises(AttachError, match="takes no offloading_spec"):
         detect(there.__getitem__)
-
-
-# ------------------------------------------------------------------ whose KV it is
-
-
-def test_spaces_tell_models_apart() -> None:
-    spec, settings = spec_of(NEW), TierSettings.parse(WEIGHTS)
-
-    def made(vllm_config: Any) -> bytes:
-        return tier_space(spec, ROW, settings).fingerprint  # finds the configuration up the stack
-
-    assert made(whole()) == made(whole())
-    assert made(whole()) != made(whole(hf={"rope": 2})), "an override of the model's configuration"
-    assert made(whole()) != tier_space(spec, 2 * ROW, settings).fingerprint
-    other = SimpleNamespace(config=Excerpt(kv_cache_layout="LBNHC"), tokens_per_block=(128,))
-    assert (
-        tier_space(spec, ROW, settings).fingerprint != tier_space(other, ROW, settings).fingerprint
-    )
-    named = TierSettings.parse(WEIGHTS | {"identity": {"kernel": "patched"}})
-    assert tier_space(spec, ROW, settings).fingerprint != tier_space(spec, ROW, named).fingerprint
-
-
-def test_engines_of_one_model_share_their_space() -> None:
-    settings = TierSettings.parse(WEIGHTS)
-    first = SimpleNamespace(config=Excerpt(engine_id="a", parallel=Parallel(data_parallel_size=2)))
-    second = SimpleNamespace(
-        config=Excerpt(
-            engine_id="b", parallel=Parallel(data_parallel_index=1, data_parallel_size=2)
-        )
-    )
-    assert (
-        tier_space(first, ROW, settings).fingerprint
-        == tier_space(second, ROW, settings).fingerprint
-    )
-    assert [(r.number, r.replicas) for r in map(replica_of, (first, second))] == [(0, 2), (1, 2)]
-    old = replica_of(spec_of(OLD))
-    assert (old.number, old.replicas) == (1, 2)
-
-
-def test_lora_is_not_shared_between_processes_unless_its_paths_are_stable() -> None:
-    spec = spec_of(NEW)
-
-    def made(vllm_config: Any, **more: Any) -> bytes:
-        return tier_space(spec, ROW, TierSettings.parse(WEIGHTS | more)).fingerprint
-
-    assert made(whole(lora=object())) != made(whole(lora=object()))
-    stable = {"lora_paths_are_stable": True}
-    assert made(whole(lora=object()), **stable) == made(whole(lora=object()), **stable)
-
-
-def test_weights_that_nobody_can_tell_apart_are_refused() -> None:
-    with pytest.raises(AttachError, match='"weights"'):
-        tier_space(spec_of(NEW), ROW, TierSettings.parse({}))

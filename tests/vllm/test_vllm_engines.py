@@ -49,6 +49,22 @@ wrong = {
     "root": attempt(config=disk("/proc/none")),
     "socket": attempt(config=good, socket_dir="/proc/none"),
 }
+inner = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": args["other"] + "-example"},
+}
+
+def several(policy):
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [transfer(config=good), inner]},
+    }
+
+wrong["around"] = attempt(several("fail"))
+tell(beside=[attempt(several("recompute")) for _ in range(2)])
 with CacheManager(tiers=[tierkv.Tier("nvme", "64MiB", path=args["locked"])], metrics=False):
     wrong["locked"] = attempt(config=disk(args["locked"]))
 tell(wrong=wrong)
@@ -82,6 +98,7 @@ def test_f078_f087_mistakes_and_several_engines_in_one_process(
         "tierless": ("ConfigError", "no tiers", "early"),
         "policy": ("ConfigError", "kv_load_failure_policy='recompute'", "early"),
         "file": ("ConfigError", "none.toml", "early"),
+        "around": ("ConfigError", "kv_load_failure_policy='recompute'", "late"),
         "root": ("BackendError", "/proc/none", "late"),
         "socket": ("ConfigError", "/proc/none", "late"),
         "locked": ("RootLockedError", "in use by process", "late"),
@@ -90,6 +107,7 @@ def test_f078_f087_mistakes_and_several_engines_in_one_process(
         found = told["wrong"][name]
         assert (found[0], found[2]) == (kind, when), (name, found)
         assert text in found[1], (name, found)
+    assert told["beside"] == [[0], [640]], "in a MultiConnector"
     kind, text = told["second"]
     assert kind == "AttachError"
     assert "one connector for a process" in text
