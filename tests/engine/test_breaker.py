@@ -289,7 +289,7 @@ async def test_a_store_into_a_hanging_tier_alone_is_told_why(
             for seed in range(2, 12):
                 result = await session.store(kit.tokens(2, seed=seed), kv.view)
                 assert {b.reason for b in result.blocks} == {SkipReason.BACKPRESSURE}
-            assert loop.time() - began < 5
+            assert loop.time() - began < GUARD_S
             freeze.active = False
             freeze.release()
             await rig.settle()

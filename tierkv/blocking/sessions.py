@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import uuid
 from typing import TYPE_CHECKING
 
 from tierkv.blocking.lifetime import Lifetime
 from tierkv.blocking.names import CurrentSession, SessionEntry, SessionFacts, SessionNames
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ClosedError, ConfigError, TierKVError
 from tierkv.session import SessionInfo
 from tierkv.units import parse_duration
 

@@ -26,6 +26,7 @@ __all__ = ["Fed", "Hub"]
 
 _log = logging.getLogger("tierkv.remote")
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_LASTING: Final = 9  # tries after which an outage is no mere end, or restart: about ten seconds
 _CHUNK: Final = 1 << 18
 _JOIN_S: Final = 30.0
 _DIAL_S: Final = 1.0
@@ -210,8 +211,12 @@ class Hub:
             raise WireError("a feed was told something that is no news of parts")
 
     def _fail(self, link: _Link, error: BaseException) -> None:
+        cut = isinstance(error, OSError)  # as when both sides of a serving engine end
         if link.failures == 0:
-            _log.warning("the feed at %s is broken, and tried again: %s", link.feed.path, error)
+            level = logging.INFO if cut else logging.WARNING
+            _log.log(level, "the feed at %s is broken, and tried again: %s", link.feed.path, error)
+        elif link.failures == _LASTING and cut:
+            _log.warning("nothing answers at %s for a while now: %s", link.feed.path, error)
         link.due = time.monotonic() + _PAUSES_S[min(link.failures, len(_PAUSES_S) - 1)]
         link.failures += 1
         self._disconnect(link)

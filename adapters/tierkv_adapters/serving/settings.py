@@ -13,6 +13,8 @@ from tierkv.units import parse_duration
 
 __all__ = ["PageForm", "RankSettings", "ServingSettings"]
 
+_ONLY_FOR = {"ready_fraction": "trtllm"}
+
 PageForm = Literal["auto", "opaque", "described"]
 """How pages are stored: as bytes, or as tensors with axes, which lossy codecs need."""
 
@@ -47,8 +49,15 @@ class ServingSettings:
     ready_fraction: float = 0.5
 
     @classmethod
-    def parse(cls, values: Mapping[str, object] | None) -> ServingSettings:
+    def parse(
+        cls, values: Mapping[str, object] | None, *, engine: str | None = None
+    ) -> ServingSettings:
         """Check settings and give them their types. Durations are numbers or text (``"10s"``).
+
+        Args:
+            values: The settings; None: all are as they are by default.
+            engine: Adapter that reads them, e.g. ``"vllm"``; to it, settings that only another
+                one reads are unknown. None knows all.
 
         Raises:
             ConfigError: naming the first one that is unknown or malformed.
@@ -57,7 +66,11 @@ class ServingSettings:
             return cls()
         if not isinstance(values, Mapping):
             raise ConfigError(f"the settings of tierkv are a mapping, not {values!r:.80}")
-        known = [field.name for field in fields(cls)]
+        known = [
+            field.name
+            for field in fields(cls)
+            if engine is None or _ONLY_FOR.get(field.name, engine) == engine
+        ]
         for name in values:
             if name not in known:
                 raise ConfigError(

@@ -71,8 +71,11 @@ def parse_prefetch(value: object) -> Prefetch:
                     return Prefetch(token_ids=array("I", ids))
             except (TypeError, OverflowError):
                 pass
+    # said without the value, which may be a prompt: this is logged
+    found = f"a mapping of {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
     raise ConfigError(
-        f"what to prefetch is {{'session': name}} or {{'token_ids': [...]}}, not {value!r:.80}"
+        "what to prefetch is {'session': name}, or {'token_ids': [...]} with at most "
+        f"{_MOST_IDS} ids of 32 bits, not {found or type(value).__name__:.200}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Whether a device has room for tiers beside what vLLM takes of it."""
+"""Whether a device has room for tiers beside what vLLM takes of it, and tiers have for blocks."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from tierkv.errors import AttachError
+from tierkv.errors import AttachError, ConfigError
 from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
 
     from tierkv.config import EngineConfig
 
-__all__ = ["check_room", "cuda_memory"]
+__all__ = ["check_blocks", "check_room", "cuda_memory"]
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 0.92  # what vLLM takes if it is told nothing
 
@@ -68,3 +71,33 @@ def check_room(
                 f"{format_bytes(total)} are free: set gpu_memory_utilization to at most "
                 f"{int(fits * 100) / 100:g}, or a smaller capacity"
             )
+
+
+def check_blocks(config: EngineConfig, block_tokens: int, block_bytes: int) -> None:
+    """Refuse tiers of which none could ever hold a block; warn of one that cannot.
+
+    A tier with a codec is not judged: how much of a block it keeps is not known beforehand.
+
+    Args:
+        config: The engine of a rank.
+        block_tokens: Tokens of a block.
+        block_bytes: Bytes of a block, all groups of layers together.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    small = [
+        tier
+        for tier in config.tiers
+        if tier.codec is None and config.compression is None and tier.capacity_bytes < block_bytes
+    ]
+    if not small:
+        return
+    block = f"a block ({block_tokens} tokens, {format_bytes(block_bytes)})"
+    told = ", ".join(f"{tier.name!r} has {format_bytes(tier.capacity_bytes)}" for tier in small)
+    if len(small) == len(config.tiers):
+        raise ConfigError(
+            f"no tier can hold {block}: {told}; raise the capacity to many times that",
+            setting="tiers",
+        )
+    _log.warning("what cannot hold %s stays empty: %s; raise its capacity", block, told)

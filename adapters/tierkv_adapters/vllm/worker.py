@@ -30,6 +30,7 @@ from tierkv_adapters.vllm.facts import (
     space_of,
 )
 from tierkv_adapters.vllm.layouts import page_groups, shapes
+from tierkv_adapters.vllm.room import check_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +201,7 @@ class WorkerSide:
         pools = PagePools(groups)
         block_tokens = block_tokens_for(groups, self._settings.block_tokens)
         layout = pools.layout(block_tokens)
+        check_blocks(manager.config, block_tokens, layout.raw_bytes(block_tokens))
 
         def space(adapter: AdapterId | None) -> Space:
             made = space_of(identity, layout, block_tokens, adapter)
