@@ -111,7 +111,8 @@ def emit(name: str, rows: Sequence[Mapping[str, Cell]], json_flag: bool) -> None
         table.add_column(column, justify="right" if column != columns[0] else "left")
     for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
-    Console().print(table)
+    # without a terminal rich assumes 80 columns, and crops
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _text(cell: Cell) -> str:

@@ -15,7 +15,7 @@ from tierkv.blocks import AdapterId, BlockKey, part_id
 from tierkv.errors import AttachError, ClosedError
 from tierkv.testing.serving import Feature, Lora, Mode, Place, Prompt
 from tierkv_adapters.vllm.announcing import announcer_of
-from tierkv_adapters.vllm.asking import media_of
+from tierkv_adapters.vllm.asking import media_mark, media_of
 from tierkv_adapters.vllm.events import Removed, Stored
 from tierkv_adapters.vllm.fingerprints import Fingerprints
 from tierkv_adapters.vllm.links import RankLink
@@ -235,17 +235,43 @@ def test_an_adapter_whose_files_cannot_be_read_stays_unknown(
     def digest(lora: Any) -> AdapterId:
         if lora.lora_name == "bad":
             raise AttachError("no such folder")
+        if lora.lora_name == "worse":
+            raise RuntimeError("symlink loop")  # of no kind that was foreseen
         return AdapterId(lora.lora_name, "v")
 
     prints = Fingerprints(digest)
     try:
         prints.ask(Lora("bad"))
+        prints.ask(Lora("worse", 3))
         prints.ask(Lora("good", 2))
         assert _until(lambda: prints.known(Lora("good", 2)) is not None)
         assert prints.known(Lora("bad")) is None
+        assert prints.known(Lora("worse", 3)) is None
         assert "no such folder" in caplog.text
+        assert "symlink loop" in caplog.text
     finally:
         prints.close()
+
+
+def test_media_that_are_only_numbered_are_no_other_process_s() -> None:
+    """Without any cache of its own, vLLM names the first image of every process alike."""
+
+    def config(prefixes: bool, cache: float, images: bool = True) -> Any:
+        media = SimpleNamespace(mm_processor_cache_gb=cache) if images else None
+        return SimpleNamespace(
+            model_config=SimpleNamespace(multimodal_config=media),
+            cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        )
+
+    assert media_mark(config(True, 0)) == b""
+    assert media_mark(config(False, 4)) == b""
+    assert media_mark(config(False, 0, images=False)) == b""
+    assert media_mark(SimpleNamespace()) == b""
+    first = [Feature("renderer0-mm-1-image-0", Place(3, 2))]
+    before, after = (media_of(first, media_mark(config(False, 0))) for _ in range(2))
+    assert before is not None
+    assert after is not None
+    assert before[0].digest != after[0].digest
 
 
 def test_media_are_named_by_content() -> None:

@@ -80,6 +80,18 @@ def test_f009_every_fact_changes_the_identity(config: Any, tmp_path: Path) -> No
     differs()
     model.quantization = "fp8"
     differs()
+    model.quantization_config = {"ignore": ["lm_head"]}
+    differs()
+    model.quantization_config = {"ignore": ["lm_head", "layers.0"]}
+    differs()
+    model.multimodal_config = SimpleNamespace(mm_processor_kwargs={"max_pixels": 1000})
+    differs()
+    model.multimodal_config.video_pruning_rate = 0.5
+    differs()
+    config.lora_config = SimpleNamespace(lora_dtype="auto", target_modules=["q_proj"])
+    differs()
+    config.lora_config.enable_tower_connector_lora = True
+    differs()
     parallel.rank = 0
     differs()
     parallel.tensor_parallel_size, parallel.pipeline_parallel_size = 1, 2
@@ -114,6 +126,16 @@ def test_weights_that_cannot_be_told_apart_are_refused(config: Any) -> None:
     config.model_config.model = "s3://bucket/model"
     with pytest.raises(AttachError, match="Name their revision yourself"):
         facts.identity_of(config, BACKENDS)
+
+
+def test_a_name_for_the_weights_stands_for_those_of_a_draft_model(config: Any) -> None:
+    draft = SimpleNamespace(model="s3://bucket/draft", hf_config=HFConfig())
+    config.speculative_config = SimpleNamespace(method="eagle3", draft_model_config=draft)
+    with pytest.raises(AttachError, match="s3://bucket/draft"):
+        facts.identity_of(config, BACKENDS)
+    first = facts.identity_of(config, BACKENDS, weights="v1")
+    draft.model = "s3://bucket/other"
+    assert facts.identity_of(config, BACKENDS, weights="v1") != first
 
 
 def test_f005_an_adapter_is_its_content(tmp_path: Path, config: Any) -> None:
@@ -156,6 +178,13 @@ def test_ranks_of_replicas_have_numbers_of_their_own(config: Any) -> None:
     config.parallel_config.data_parallel_size = 3
     config.parallel_config.data_parallel_index = 2
     assert facts.rank_of(config) == (1, 2, 5, 6)
+
+
+def test_canvases_are_refused(config: Any) -> None:
+    facts.check_supported(config)
+    config.model_config.is_diffusion = True
+    with pytest.raises(AttachError, match="diffusion"):
+        facts.check_supported(config)
 
 
 def test_split_contexts_are_refused(config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from tierkv_adapters.vllm.hints import Prefetch, parse_prefetch
 if TYPE_CHECKING:
     from tierkv.blocks import AdapterId
 
-__all__ = ["Asked", "Wanted", "media_of", "wanted_of"]
+__all__ = ["Asked", "Wanted", "media_mark", "media_of", "wanted_of"]
 
 _MOST_NAME = 512
 
@@ -117,11 +118,26 @@ def _refuse(name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"kv_transfer_params['tierkv'][{name!r}] is {wanted}, not {value!r:.80}")
 
 
-def media_of(features: Any) -> tuple[Media, ...] | None:
+def media_mark(vllm_config: Any) -> bytes:
+    """What sets media apart where vLLM does not name them by content; nothing where it does.
+
+    With neither a processor cache nor prefix caching it saves itself the hashing and numbers them
+    from 1 in each process: the first image after a restart would be taken for the first before.
+    """
+    cache = getattr(vllm_config, "cache_config", None)
+    model = getattr(vllm_config, "model_config", None)
+    media = getattr(model, "multimodal_config", None)
+    if getattr(cache, "enable_prefix_caching", True) or media is None:
+        return b""
+    return b"" if getattr(media, "mm_processor_cache_gb", None) else secrets.token_bytes(16)
+
+
+def media_of(features: Any, mark: bytes = b"") -> tuple[Media, ...] | None:
     """What stands behind a request's placeholder tokens; None if one of them cannot be told apart.
 
     Args:
         features: vLLM's ``mm_features``: an identifier by content, and a position, of each.
+        mark: See :func:`media_mark`.
     """
     found = []
     for feature in features or ():
@@ -129,7 +145,7 @@ def media_of(features: Any) -> tuple[Media, ...] | None:
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
         if not name or type(place) is not int or place < 0:
             return None
-        found.append(Media(place, hashlib.sha256(str(name).encode()).digest()))
+        found.append(Media(place, hashlib.sha256(mark + str(name).encode()).digest()))
     return tuple(found)
 
 
@@ -150,6 +166,7 @@ def wanted_of(
     save_decoded: bool,
     ttl: float | None = None,
     era: bytes = b"",
+    mark: bytes = b"",
 ) -> Wanted:
     """What vLLM's request is to the planner.
 
@@ -160,8 +177,9 @@ def wanted_of(
         save_decoded: Whether decoded tokens are stored as well.
         ttl: Time to live, if it says nothing of its own.
         era: What sets KV computed since the last reset apart from all that was stored before.
+        mark: See :func:`media_mark`.
     """
-    media = media_of(getattr(request, "mm_features", None))
+    media = media_of(getattr(request, "mm_features", None), mark)
     cacheable = asked is not None and media is not None and _plain(request)
     asked = asked or Asked()
     load, save = asked.max_load_tokens, asked.max_save_tokens

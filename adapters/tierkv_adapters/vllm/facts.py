@@ -72,6 +72,20 @@ _IGNORED = frozenset(
 )
 
 
+# what is made of an image or a video before the model sees it; the names of media tell none of it
+_OF_MEDIA = (
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+# which layers are quantised, and how, while they are loaded; which code runs the model
+_OF_MODEL = ("model_class_overrides", "quantization_config")
+
+
 class RankFacts(NamedTuple):
     """Which worker this is.
 
@@ -99,11 +113,16 @@ def rank_of(vllm_config: Any) -> RankFacts:
 
 
 def check_supported(vllm_config: Any) -> None:
-    """Refuse ways of running vLLM in which a page does not hold consecutive tokens.
+    """Refuse ways of running vLLM in which a page does not hold consecutive, final tokens.
 
     Raises:
         AttachError: naming the option to change.
     """
+    if getattr(getattr(vllm_config, "model_config", None), "is_diffusion", False):
+        raise AttachError(
+            "this is a diffusion model: it writes the KV of a canvas of tokens over and over, and "
+            "nobody tells when it is final; take TierKVConnector out for this model"
+        )
     parallel = vllm_config.parallel_config
     for name, option in (
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
@@ -163,9 +182,11 @@ def identity_of(
         "max_model_len": _context(model),
         "backends": ",".join(sorted(set(backends.values()))),
         "topology": _topology(parallel),
-        "media": str(getattr(model, "mm_processor_kwargs", None) or ""),
+        "media": _set(getattr(model, "multimodal_config", None), _OF_MEDIA),
+        "model": _set(model, _OF_MODEL),
+        "lora": _lora(vllm_config),
         "platform": _digest(getattr(vllm_config, "additional_config", None) or {}),
-        "draft": _draft(vllm_config),
+        "draft": _draft(vllm_config, weights),
     }
     if getattr(cache, "calculate_kv_scales", False):
         # the scales of quantised KV are made from the first batch of each start
@@ -262,14 +283,41 @@ def _unknown(name: str, why: str) -> str:
     )
 
 
-def _draft(vllm_config: Any) -> str:
-    """Digest of what a draft model adds to the KV; empty without one."""
+def _draft(vllm_config: Any, given: str | None) -> str:
+    """Digest of what a draft model adds to the KV; empty without one.
+
+    The user's name for the weights stands for it too, where its own files cannot be found.
+    """
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None:
         return ""
     config = _digest(draft.hf_config.to_dict())
-    return f"{speculative.method}:{config}:{_weights(vllm_config, draft, None)}"
+    try:
+        weights = _weights(vllm_config, draft, None)
+    except AttachError:
+        if given is None:
+            raise
+        weights = f"given:{given}:{draft.model}"
+    return f"{speculative.method}:{config}:{weights}"
+
+
+def _set(config: Any, names: Iterable[str]) -> str:
+    """Digest of those settings that are set at all; nothing if none is."""
+    found = {name: value for name in names if (value := getattr(config, name, None))}
+    return _digest(found) if found else ""
+
+
+def _lora(vllm_config: Any) -> str:
+    """How adapters are applied, where it is not to all that their files hold."""
+    lora = getattr(vllm_config, "lora_config", None)
+    dtype = str(getattr(lora, "lora_dtype", None) or "auto")
+    found = {
+        "dtype": "" if dtype in ("auto", str(vllm_config.model_config.dtype)) else dtype,
+        "modules": sorted(getattr(lora, "target_modules", None) or ()),
+        "tower": bool(getattr(lora, "enable_tower_connector_lora", False)),
+    }
+    return _digest(found) if any(found.values()) else ""
 
 
 # ---------------------------------------------------------------------- numbers

@@ -13,8 +13,6 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tierkv.errors import TierKVError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -124,7 +122,7 @@ class Fingerprints:
                 found = self._digest(lora)
                 if load == self._loads.get(key, 0):  # else what was read is older than what is used
                     self._learn(key, found)
-            except (TierKVError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the thread serves every adapter to come
                 self._known.pop(key, None)
                 _log.warning("LoRA adapter %r is not cached: %s", key.name, error)
             finally:

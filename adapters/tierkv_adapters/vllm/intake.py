@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import ConfigError
 from tierkv_adapters.serving.limited_log import LimitedLog
-from tierkv_adapters.vllm.asking import Asked, wanted_of
+from tierkv_adapters.vllm.asking import Asked, media_mark, wanted_of
 from tierkv_adapters.vllm.facts import adapter_id
 from tierkv_adapters.vllm.fingerprints import Fingerprints
 from tierkv_adapters.vllm.hints import Hinting
@@ -37,6 +37,7 @@ class Intake:
         kv_cache_config: vLLM's page groups.
         settings: The adapter's settings.
         digest: Reads a LoRA adapter's files, in a thread of its own; default: :func:`adapter_id`.
+        vllm_config: vLLM's configuration (read: whether media are named by their content).
 
     Attributes:
         malformed: Requests whose own settings could not be read.
@@ -47,6 +48,7 @@ class Intake:
         kv_cache_config: Any,
         settings: ServingSettings,
         digest: Callable[[Any], AdapterId] | None,
+        vllm_config: Any = None,
     ) -> None:
         self._tables = Tables(getattr(kv_cache_config, "kv_cache_groups", ()))
         self._settings = settings
@@ -56,6 +58,7 @@ class Intake:
         self._hinting = Hinting()
         self._live: dict[str, Live] = {}
         self._era = b""
+        self._mark = media_mark(vllm_config)
         self._planner: Planner | None = None
         self.malformed = 0
 
@@ -91,7 +94,7 @@ class Intake:
         hinted = live.hinted
         ttl = None if hinted is None else hinted.ttl
         decoded, era = self._settings.save_decoded, live.era
-        wanted = wanted_of(request, live.asked, adapter, decoded, ttl, era)
+        wanted = wanted_of(request, live.asked, adapter, decoded, ttl, era, self._mark)
         planner.admit(
             wanted.facts,
             request.all_token_ids[:],

@@ -52,7 +52,7 @@ class SchedulerSide(Intake):
     Until :meth:`started` told what ranks there are, nothing is offered or saved.
 
     Args:
-        vllm_config: vLLM's configuration (read: whether steps overlap).
+        vllm_config: vLLM's configuration (read: whether steps overlap, how media are named).
         kv_cache_config: vLLM's page groups.
         settings: The adapter's settings.
         clock: Tells the time in seconds.
@@ -70,7 +70,7 @@ class SchedulerSide(Intake):
         digest: Callable[[Any], AdapterId] | None = None,
         link: Callable[[int, Mapping[str, Any], ReplicaIndex], Link] = connect,
     ) -> None:
-        super().__init__(kv_cache_config, settings, digest)
+        super().__init__(kv_cache_config, settings, digest, vllm_config)
         self._clock = clock
         self._link = link
         self._places: dict[str, int] = {}  # tokens in place, of loads some rank reported

@@ -14,6 +14,7 @@ import torch
 from tierkv.blocks import Identity
 from tierkv.errors import AttachError
 from tierkv.layout import Space
+from tierkv_adapters.vllm.asking import media_mark
 from tierkv_adapters.vllm.facts import identity_of
 from tierkv_adapters.vllm.tier.keys import ROW_TOKENS, row_layout
 
@@ -78,6 +79,7 @@ def tier_space(spec: Any, row_bytes: int, settings: TierSettings) -> Space:
         facts["hash"] = str(getattr(config.cache_config, "prefix_caching_hash_algo", ""))
         if getattr(config, "lora_config", None) and not settings.lora_paths_are_stable:
             facts["lora"] = str(uuid.uuid4())
+        facts["media"] = media_mark(config).hex()
     elif settings.weights is None:
         raise AttachError(
             "this vLLM does not tell its tiers which weights, kernels and overrides it runs with, "
