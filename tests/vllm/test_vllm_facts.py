@@ -180,6 +180,19 @@ def test_ranks_of_replicas_have_numbers_of_their_own(config: Any) -> None:
     assert facts.rank_of(config) == (1, 2, 5, 6)
 
 
+def test_pages_that_are_written_before_the_orders_are_told_are_refused(config: Any) -> None:
+    zeroed = SimpleNamespace(needs_kv_cache_zeroing=True)
+    plain = SimpleNamespace(needs_kv_cache_zeroing=False)
+    facts.check_order(config, zeroed)
+    config.use_v2_model_runner = True
+    facts.check_order(config, plain)
+    with pytest.raises(AttachError, match="fills new pages with zeros"):
+        facts.check_order(config, zeroed)
+    config.cache_config.prefix_match_unit = 16
+    with pytest.raises(AttachError, match="prefix-match-unit"):
+        facts.check_order(config, plain)
+
+
 def test_canvases_are_refused(config: Any) -> None:
     facts.check_supported(config)
     config.model_config.is_diffusion = True

@@ -31,6 +31,7 @@ __all__ = [
     "RankFacts",
     "adapter_id",
     "attention_backends",
+    "check_order",
     "check_supported",
     "identity_of",
     "rank_of",
@@ -133,6 +134,27 @@ def check_supported(vllm_config: Any) -> None:
                 f"{option} {getattr(parallel, name)}: the tokens of a page are spread over ranks, "
                 f"which TierKVConnector does not support; set {option} 1, or take the connector out"
             )
+
+
+def check_order(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse a model runner that writes to pages before it tells whose they are.
+
+    Model Runner V2 fills new pages with zeros, and copies shared ones, before it hands over the
+    step's orders: a save that still reads such a page for its last owner would store zeros.
+
+    Raises:
+        AttachError: says how to choose the other one, which asks first.
+    """
+    if getattr(vllm_config, "use_v2_model_runner", False) is not True:
+        return
+    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False) is True
+    copies = getattr(vllm_config.cache_config, "prefix_match_unit", None) is not None
+    if zeroes or copies:
+        what = "fills new pages with zeros" if zeroes else "copies pages (--prefix-match-unit)"
+        raise AttachError(
+            f"Model Runner V2 {what} before TierKVConnector can end what it still reads there: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or take the connector out for this model"
+        )
 
 
 def attention_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:

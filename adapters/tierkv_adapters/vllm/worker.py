@@ -24,6 +24,7 @@ from tierkv_adapters.serving.registry import announce, withdraw
 from tierkv_adapters.serving.settings import ServingSettings
 from tierkv_adapters.vllm.facts import (
     attention_backends,
+    check_order,
     check_supported,
     identity_of,
     rank_of,
@@ -146,6 +147,7 @@ class WorkerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         check_supported(vllm_config)
+        check_order(vllm_config, kv_cache_config)
         self._vllm = vllm_config
         self._caches = kv_cache_config
         self._own = connector_settings(vllm_config)
