@@ -24,7 +24,7 @@ from tierkv_adapters.serving.pages import PagedLayer, PageGroup, PagePools
 from tierkv_adapters.serving.rank import Rank
 from tierkv_adapters.serving.settings import ServingSettings
 from tierkv_adapters.vllm.facts import space_of
-from tierkv_adapters.vllm.scheduler import SchedulerSide
+from tierkv_adapters.vllm.scheduling.scheduler import SchedulerSide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -237,7 +237,7 @@ class Rig:
             index.complete(number)
             return self.ranks[number]
         from tierkv_adapters.remote.feeds import LocalFeed
-        from tierkv_adapters.vllm.links import RankLink
+        from tierkv_adapters.vllm.scheduling.links import RankLink
 
         feed = LocalFeed(self.ranks[number].manager, index, number)
         assert feed.start(GUARD)

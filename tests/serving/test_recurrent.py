@@ -23,9 +23,9 @@ from tierkv_adapters.remote.feeds import LocalFeed
 from tierkv_adapters.serving.pages import PagedLayer, PageGroup, PagePools
 from tierkv_adapters.serving.rank import Rank
 from tierkv_adapters.serving.settings import ServingSettings
-from tierkv_adapters.vllm.links import RankLink
-from tierkv_adapters.vllm.scheduler import SchedulerSide
-from tierkv_adapters.vllm.tables import Tables
+from tierkv_adapters.vllm.scheduling.links import RankLink
+from tierkv_adapters.vllm.scheduling.scheduler import SchedulerSide
+from tierkv_adapters.vllm.scheduling.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

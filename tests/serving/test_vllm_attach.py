@@ -24,7 +24,7 @@ from tierkv_adapters import vllm as tk
 from tierkv_adapters.remote import RemoteServer
 from tierkv_adapters.serving.managers import open_manager
 from tierkv_adapters.serving.registry import borrowed
-from tierkv_adapters.vllm.joining import joined_at
+from tierkv_adapters.vllm.attached.joining import joined_at
 from tierkv_adapters.vllm.worker import connector_settings
 
 if TYPE_CHECKING:

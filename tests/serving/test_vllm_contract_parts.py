@@ -14,12 +14,12 @@ from tests.serving.contract_rig import Rig, tokens
 from tierkv.blocks import AdapterId, BlockKey, part_id
 from tierkv.errors import AttachError, ClosedError
 from tierkv.testing.serving import Feature, Lora, Mode, Place, Prompt
-from tierkv_adapters.vllm.announcing import announcer_of
-from tierkv_adapters.vllm.asking import media_mark, media_of
 from tierkv_adapters.vllm.events import Removed, Stored
-from tierkv_adapters.vllm.fingerprints import Fingerprints
-from tierkv_adapters.vllm.links import RankLink
-from tierkv_adapters.vllm.pacing import Pacing
+from tierkv_adapters.vllm.scheduling.announcing import announcer_of
+from tierkv_adapters.vllm.scheduling.asking import media_mark, media_of
+from tierkv_adapters.vllm.scheduling.fingerprints import Fingerprints
+from tierkv_adapters.vllm.scheduling.links import RankLink
+from tierkv_adapters.vllm.scheduling.pacing import Pacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

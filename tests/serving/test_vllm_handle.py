@@ -11,7 +11,7 @@ import pytest
 from tests.serving.vllm_fakes import MODE, Engine, EngineArgs
 from tierkv.errors import AttachError, ConfigError
 from tierkv_adapters import vllm as tk
-from tierkv_adapters.vllm.sampling import translated
+from tierkv_adapters.vllm.attached.sampling import translated
 
 if TYPE_CHECKING:
     from tierkv.blocking import CacheManager

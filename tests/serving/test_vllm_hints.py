@@ -17,9 +17,9 @@ from tierkv.errors import ConfigError
 from tierkv_adapters.serving.counters import RankCounters
 from tierkv_adapters.serving.hinted import HintSide
 from tierkv_adapters.serving.orders import HintOrder, RequestFacts
-from tierkv_adapters.vllm.accounts import Account
-from tierkv_adapters.vllm.asking import Asked
-from tierkv_adapters.vllm.hints import Hinted, Hinting, Prefetch, parse_prefetch
+from tierkv_adapters.vllm.scheduling.accounts import Account
+from tierkv_adapters.vllm.scheduling.asking import Asked
+from tierkv_adapters.vllm.scheduling.hints import Hinted, Hinting, Prefetch, parse_prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

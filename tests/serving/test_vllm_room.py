@@ -7,7 +7,7 @@ import pytest
 import tierkv
 from tierkv.config import EngineConfig
 from tierkv.errors import ConfigError
-from tierkv_adapters.vllm.room import check_blocks
+from tierkv_adapters.vllm.attached.room import check_blocks
 
 BLOCK = 6 << 20
 

@@ -15,7 +15,7 @@ What ranks hold is a hint that may be out of date (vLLM's issue 39702 is an asse
 not): a load that falls short is followed by computing, and the block that failed is not offered
 again to anybody for a while. A request is refused further loads once two of them fell short.
 
-*Cost* on the scheduler's thread: as measured in :mod:`tierkv_adapters.vllm.scheduler`.
+*Cost* on the scheduler's thread: as measured in :mod:`tierkv_adapters.vllm.scheduling.scheduler`.
 """
 
 from __future__ import annotations

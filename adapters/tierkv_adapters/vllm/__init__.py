@@ -1,7 +1,7 @@
 """vLLM: tiers, sessions, codecs and verified loads by configuration alone.
 
 Attach a manager to the arguments of an engine, then work in its sessions (see
-:func:`~tierkv_adapters.vllm.attaching.attach`)::
+:func:`~tierkv_adapters.vllm.attached.attaching.attach`)::
 
     args = attach(EngineArgs(model=...), manager)
     llm = LLM(**vars(args))
@@ -23,22 +23,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierkv_adapters.vllm.attaching import attach
+    from tierkv_adapters.vllm.attached.attaching import attach
+    from tierkv_adapters.vllm.attached.handle import AsyncHandle, Handle
+    from tierkv_adapters.vllm.attached.reporting import Status, status
     from tierkv_adapters.vllm.connector import TierKVConnector
-    from tierkv_adapters.vllm.handle import AsyncHandle, Handle
     from tierkv_adapters.vllm.plugin import register
-    from tierkv_adapters.vllm.reporting import Status, status
 
 __all__ = ["AsyncHandle", "Handle", "Status", "TierKVConnector", "attach", "register", "status"]
 
 _HOMES = {
-    "AsyncHandle": "handle",
-    "Handle": "handle",
-    "Status": "reporting",
+    "AsyncHandle": "attached.handle",
+    "Handle": "attached.handle",
+    "Status": "attached.reporting",
     "TierKVConnector": "connector",
-    "attach": "attaching",
+    "attach": "attached.attaching",
     "register": "plugin",
-    "status": "reporting",
+    "status": "attached.reporting",
 }
 
 

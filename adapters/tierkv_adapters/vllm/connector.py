@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tierkv.errors import AttachError
 from tierkv_adapters.vllm.logs import show_logs
 from tierkv_adapters.vllm.metadata import TierKVHandshake, TierKVMetadata, TierKVWorkerMetadata
-from tierkv_adapters.vllm.scheduler import SchedulerSide
+from tierkv_adapters.vllm.scheduling.scheduler import SchedulerSide
 from tierkv_adapters.vllm.stats import COUNTERS, TierKVPromMetrics, TierKVStats
 from tierkv_adapters.vllm.vocabulary import hit_sources, kv_events
 from tierkv_adapters.vllm.worker import (

@@ -22,6 +22,7 @@ from tierkv_adapters.serving.pages import PagePools, block_tokens_for
 from tierkv_adapters.serving.rank import Rank
 from tierkv_adapters.serving.registry import announce, withdraw
 from tierkv_adapters.serving.settings import ServingSettings
+from tierkv_adapters.vllm.attached.room import check_blocks
 from tierkv_adapters.vllm.facts import (
     attention_backends,
     check_order,
@@ -31,7 +32,6 @@ from tierkv_adapters.vllm.facts import (
     space_of,
 )
 from tierkv_adapters.vllm.layouts import page_groups, shapes
-from tierkv_adapters.vllm.room import check_blocks
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ import torch
 from tierkv.blocks import Identity
 from tierkv.errors import AttachError
 from tierkv.layout import Space
-from tierkv_adapters.vllm.asking import media_mark
 from tierkv_adapters.vllm.facts import identity_of
+from tierkv_adapters.vllm.scheduling.asking import media_mark
 from tierkv_adapters.vllm.tier.keys import ROW_TOKENS, row_layout
 
 if TYPE_CHECKING:

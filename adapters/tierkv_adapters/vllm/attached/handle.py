@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tierkv.errors import AttachError, ConfigError
 from tierkv_adapters.chat import GenerateResult, Token
-from tierkv_adapters.vllm.engines import vllm_config_of
-from tierkv_adapters.vllm.reporting import Status, status
-from tierkv_adapters.vllm.turns import Turn, Turns
+from tierkv_adapters.vllm.attached.engines import vllm_config_of
+from tierkv_adapters.vllm.attached.reporting import Status, status
+from tierkv_adapters.vllm.attached.turns import Turn, Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import AttachError, ConfigError
 from tierkv_adapters.chat import GenerateResult, encode_prompt
-from tierkv_adapters.vllm.history import Histories
-from tierkv_adapters.vllm.sampling import prompt_of, sampling_params
+from tierkv_adapters.vllm.attached.history import Histories
+from tierkv_adapters.vllm.attached.sampling import prompt_of, sampling_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

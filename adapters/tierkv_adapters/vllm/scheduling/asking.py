@@ -13,7 +13,7 @@ from tierkv.config.fields import did_you_mean
 from tierkv.errors import ConfigError
 from tierkv.units import parse_duration
 from tierkv_adapters.serving.orders import RequestFacts
-from tierkv_adapters.vllm.hints import Prefetch, parse_prefetch
+from tierkv_adapters.vllm.scheduling.hints import Prefetch, parse_prefetch
 
 if TYPE_CHECKING:
     from tierkv.blocks import AdapterId

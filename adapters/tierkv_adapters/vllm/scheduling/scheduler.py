@@ -30,18 +30,18 @@ from tierkv_adapters.serving.negative import NegativeCache
 from tierkv_adapters.serving.orders import StepOrders
 from tierkv_adapters.serving.planner import Planner
 from tierkv_adapters.serving.replicas import ReplicaIndex
-from tierkv_adapters.vllm.announcing import Announcer, announcer_of
-from tierkv_adapters.vllm.intake import Intake
-from tierkv_adapters.vllm.links import connect
-from tierkv_adapters.vllm.pacing import Pacing
-from tierkv_adapters.vllm.ranks import agreed_groups, spaces_of
+from tierkv_adapters.vllm.scheduling.announcing import Announcer, announcer_of
+from tierkv_adapters.vllm.scheduling.intake import Intake
+from tierkv_adapters.vllm.scheduling.links import connect
+from tierkv_adapters.vllm.scheduling.pacing import Pacing
+from tierkv_adapters.vllm.scheduling.ranks import agreed_groups, spaces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tierkv.blocks import AdapterId
     from tierkv_adapters.serving.settings import ServingSettings
-    from tierkv_adapters.vllm.links import Link
+    from tierkv_adapters.vllm.scheduling.links import Link
 
 __all__ = ["SchedulerSide"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tierkv_adapters.vllm.accounts import Account
+from tierkv_adapters.vllm.scheduling.accounts import Account
 
 if TYPE_CHECKING:
-    from tierkv_adapters.vllm.asking import Asked
-    from tierkv_adapters.vllm.hints import Hinted
+    from tierkv_adapters.vllm.scheduling.asking import Asked
+    from tierkv_adapters.vllm.scheduling.hints import Hinted
 
 __all__ = ["Live"]
 

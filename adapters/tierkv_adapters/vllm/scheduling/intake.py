@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import ConfigError
 from tierkv_adapters.serving.limited_log import LimitedLog
-from tierkv_adapters.vllm.asking import Asked, media_mark, wanted_of
 from tierkv_adapters.vllm.facts import adapter_id
-from tierkv_adapters.vllm.fingerprints import Fingerprints
-from tierkv_adapters.vllm.hints import Hinting
-from tierkv_adapters.vllm.live import Live
-from tierkv_adapters.vllm.tables import Tables
+from tierkv_adapters.vllm.scheduling.asking import Asked, media_mark, wanted_of
+from tierkv_adapters.vllm.scheduling.fingerprints import Fingerprints
+from tierkv_adapters.vllm.scheduling.hints import Hinting
+from tierkv_adapters.vllm.scheduling.live import Live
+from tierkv_adapters.vllm.scheduling.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from tierkv.config import load_config, to_plain
 from tierkv.errors import AttachError, ClosedError, ConfigError
 from tierkv_adapters.remote.awaited import AwaitedEngines
 from tierkv_adapters.serving.registry import lend, withdraw
-from tierkv_adapters.vllm.engines import sockets_of
+from tierkv_adapters.vllm.attached.engines import sockets_of
 
 __all__ = ["join", "joined_at", "meet"]
 

@@ -22,11 +22,11 @@ from tierkv.config import EngineConfig, load_config
 from tierkv.errors import AttachError, ClosedError
 from tierkv.registry import resolve
 from tierkv_adapters.serving.settings import ServingSettings
-from tierkv_adapters.vllm.engines import is_async, is_engine, transfer_of, vllm_config_of
-from tierkv_adapters.vllm.handle import AsyncHandle, Handle
-from tierkv_adapters.vllm.joining import join, meet
+from tierkv_adapters.vllm.attached.engines import is_async, is_engine, transfer_of, vllm_config_of
+from tierkv_adapters.vllm.attached.handle import AsyncHandle, Handle
+from tierkv_adapters.vllm.attached.joining import join, meet
+from tierkv_adapters.vllm.attached.room import check_room, cuda_memory
 from tierkv_adapters.vllm.plugin import CONNECTOR, MODULE
-from tierkv_adapters.vllm.room import check_room, cuda_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,8 +68,8 @@ def attach(
             :class:`~tierkv_adapters.serving.settings.ServingSettings`, e.g. ``load_deadline``.
 
     Returns:
-        Arguments of the same kind, or a :class:`~tierkv_adapters.vllm.handle.Handle` (an
-        :class:`~tierkv_adapters.vllm.handle.AsyncHandle` for ``AsyncLLM``).
+        Arguments of the same kind, or a :class:`~tierkv_adapters.vllm.attached.handle.Handle` (an
+        :class:`~tierkv_adapters.vllm.attached.handle.AsyncHandle` for ``AsyncLLM``).
 
     Raises:
         AttachError: if it cannot be done; says what to change. Device tiers that would not fit

@@ -7,7 +7,7 @@ from typing import Any
 
 from tierkv.errors import TierKVError
 from tierkv_adapters.remote.client import RemoteManager
-from tierkv_adapters.vllm.engines import sockets_of, transfer_of, vllm_config_of
+from tierkv_adapters.vllm.attached.engines import sockets_of, transfer_of, vllm_config_of
 
 __all__ = ["RankStatus", "Status", "status"]
 
