@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.vllm.processes import ROOT, why_not
-from tierkv_adapters.hf.models import cache_root
 
 __all__ = ["VERSION", "ensure_python"]
 
@@ -49,6 +48,8 @@ def ensure_python() -> Path:
         if (reason := why_not(python)) is not None:
             raise RuntimeError(reason)
         return python
+    from tierkv_adapters.hf.models import cache_root  # needs the hf extra; the rest does not
+
     folder = cache_root() / f"vllm-{VERSION}-py{sys.version_info[0]}{sys.version_info[1]}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():

@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tierkv_adapters.hf.models import cache_root, ensure_model
-
 __all__ = ["NAMES", "model_directory"]
 
 VOCABULARY = 512
@@ -128,12 +126,16 @@ def model_directory(name: str) -> Path:
         MissingDependencyError: if a real model is not cached and cannot be fetched.
     """
     if name not in _TINY:
+        from tierkv_adapters.hf.models import ensure_model  # this file is collected without it
+
         return ensure_model(name)
     kind, config = _TINY[name]
     config = _COMMON | config | {"initializer_range": _SCALE[name]}
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stated = json.dumps([kind, config, code], sort_keys=True)
     digest = hashlib.sha256(stated.encode()).hexdigest()[:16]
+    from tierkv_adapters.hf.models import cache_root  # as above
+
     models = cache_root() / "models"
     target = models / f"{name}-{digest}"
     if target.exists():
