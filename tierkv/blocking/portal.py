@@ -90,8 +90,10 @@ class EngineLoop(CallCarrier):
             self._thread.start()
         try:
             self._ready.wait()
-        except BaseException:  # interrupted: nobody will close what is being opened
-            self.stop_soon()
+        except BaseException:
+            # interrupted: nobody else will close what is being opened; and whoever owns its files
+            # may remove them next
+            self.close()
             raise
         failure, self._failure = self._failure, None
         if failure is not None:
