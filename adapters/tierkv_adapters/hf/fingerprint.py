@@ -12,13 +12,12 @@ a parameter made in inference mode, leaves no trace that could be seen cheaply; 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierkv.blocks import AdapterId, Identity
+from tierkv_adapters.configs import config_digest
 from tierkv_adapters.hf.compat import base_model, text_config
 from tierkv_adapters.hf.tuners import adapter_config, tuners
 from tierkv_adapters.hf.weights import Digests, Weights, read_weights, tensor_digest
@@ -48,20 +47,6 @@ _IGNORED_CONFIG = frozenset(
 )
 # implementations that are chosen per model object; a configuration's dict leaves them out
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if str(k) not in _IGNORED_CONFIG}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, set | frozenset):  # their order differs from process to process
-        return sorted(str(_plain(v)) for v in value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(_plain(value), sort_keys=True).encode()).hexdigest()
 
 
 class ModelIdentity:
@@ -111,7 +96,7 @@ class ModelIdentity:
                 AdapterId(name, versions[name], _common_scale(name, layers)) for name in active
             ),
             extra=(
-                ("config", _digest(inner.config.to_dict())),
+                ("config", config_digest(inner.config.to_dict(), _IGNORED_CONFIG)),
                 *((n, str([getattr(c, n, None) for c in configs])) for n in _IMPLEMENTATIONS),
             ),
         )
@@ -126,7 +111,8 @@ class ModelIdentity:
             for place, value in layer.settings(name)
         ]
         weights = self._digests.get(f"adapter:{name}", mine)
-        return _digest([weights, settings, adapter_config(self._model, name)])
+        stated = [weights, settings, adapter_config(self._model, name)]
+        return config_digest(stated, _IGNORED_CONFIG)
 
 
 def _common_scale(name: str, layers: list[Tuner]) -> float:

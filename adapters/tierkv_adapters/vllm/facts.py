@@ -9,8 +9,6 @@ model is split over ranks. No module of vLLM is imported: its objects are looked
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import sys
 import uuid
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tierkv.blocks import AdapterId, Identity
 from tierkv.errors import AttachError
 from tierkv.layout import Space
+from tierkv_adapters.configs import config_digest
 from tierkv_adapters.serving.weights import files_digest, weights_digest
 
 if TYPE_CHECKING:
@@ -200,14 +199,14 @@ def identity_of(
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "quantization": str(getattr(model, "quantization", None)),
-        "config": _digest(model.hf_config.to_dict()),
+        "config": config_digest(model.hf_config.to_dict(), _IGNORED),
         "max_model_len": _context(model),
         "backends": ",".join(sorted(set(backends.values()))),
         "topology": _topology(parallel),
         "media": _set(getattr(model, "multimodal_config", None), _OF_MEDIA),
         "model": _set(model, _OF_MODEL),
         "lora": _lora(vllm_config),
-        "platform": _digest(getattr(vllm_config, "additional_config", None) or {}),
+        "platform": config_digest(getattr(vllm_config, "additional_config", None) or {}),
         "draft": _draft(vllm_config, weights),
     }
     if getattr(cache, "calculate_kv_scales", False):
@@ -314,7 +313,7 @@ def _draft(vllm_config: Any, given: str | None) -> str:
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None:
         return ""
-    config = _digest(draft.hf_config.to_dict())
+    config = config_digest(draft.hf_config.to_dict(), _IGNORED)
     try:
         weights = _weights(vllm_config, draft, None)
     except AttachError:
@@ -327,7 +326,7 @@ def _draft(vllm_config: Any, given: str | None) -> str:
 def _set(config: Any, names: Iterable[str]) -> str:
     """Digest of those settings that are set at all; nothing if none is."""
     found = {name: value for name in names if (value := getattr(config, name, None))}
-    return _digest(found) if found else ""
+    return config_digest(found) if found else ""
 
 
 def _lora(vllm_config: Any) -> str:
@@ -339,7 +338,7 @@ def _lora(vllm_config: Any) -> str:
         "modules": sorted(getattr(lora, "target_modules", None) or ()),
         "tower": bool(getattr(lora, "enable_tower_connector_lora", False)),
     }
-    return _digest(found) if any(found.values()) else ""
+    return config_digest(found) if any(found.values()) else ""
 
 
 # ---------------------------------------------------------------------- numbers
@@ -366,17 +365,3 @@ def _topology(parallel: Any) -> str:
         "decode_context_parallel_size",
     )
     return ",".join(f"{name.split('_')[0]}={getattr(parallel, name, 1)}" for name in names)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(_plain(value), sort_keys=True).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if str(k) not in _IGNORED}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):  # their order differs from process to process
-        return sorted(str(_plain(item)) for item in value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

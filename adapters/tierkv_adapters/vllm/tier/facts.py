@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ import torch
 from tierkv.blocks import Identity
 from tierkv.errors import AttachError
 from tierkv.layout import Space
+from tierkv_adapters.configs import config_digest
 from tierkv_adapters.vllm.facts import identity_of
 from tierkv_adapters.vllm.scheduling.asking import media_mark
 from tierkv_adapters.vllm.tier.keys import ROW_TOKENS, row_layout
@@ -73,7 +72,7 @@ def tier_space(spec: Any, row_bytes: int, settings: TierSettings) -> Space:
         LayoutError: if rows are no whole memory pages.
     """
     config = getattr(spec, "vllm_config", None) or _among_callers()
-    facts = {"rows": _digest(_spec_facts(spec)), **dict(settings.identity)}
+    facts = {"rows": config_digest(_spec_facts(spec)), **dict(settings.identity)}
     if config is not None:
         identity = identity_of(config, {"*": _kernels(config)}, weights=settings.weights)
         facts["hash"] = str(getattr(config.cache_config, "prefix_caching_hash_algo", ""))
@@ -155,8 +154,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
