@@ -33,7 +33,7 @@ OWN_VARIABLES: Final = {
     "TIERKV_CACHE_DIR": "where downloaded model weights are kept",
     "TIERKV_CI": "set in CI: what cannot be fetched is then a failure, not a skip",
     "TIERKV_DEBUG": "1 checks every internal invariant and poisons freed memory",
-    "TIERKV_FAST": "0 leaves the compiled kernels of codecs off, where numba is installed",
+    "TIERKV_FAST": "0 leaves machine code for copies and codecs off, where `fast` is installed",
     "TIERKV_SCALE": "factor on the repetitions of stress tests and benchmarks",
     "TIERKV_TRACES": "directory with the public traces that benchmarks and stress tests replay",
     "TIERKV_VLLM_PYTHON": "interpreter with vLLM in it, for tests and benchmarks",
