@@ -33,7 +33,7 @@ class TestTierKVIsAnAdapter(AdapterTests):
 
 def test_nothing_is_left_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sockets' private folder goes with the connector; all else is below the tiers' roots."""
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root, elsewhere = tmp_path / "root", tmp_path / "e"  # sockets have short paths
     root.mkdir()
     elsewhere.mkdir()
     configure(root, monkeypatch, disk=True)
