@@ -149,7 +149,7 @@ async def test_a_cancelled_write_keeps_nothing(tmp_path: Path) -> None:
     parts = [part(i, 40_000) for i in range(4)]
     async with on(device, tmp_path) as bench:
         async for run in cancel_at_each_step(lambda: _write(bench, parts)):
-            if run.outcome == "completed":
+            if run.outcome != "cancelled":  # or too late to be cancelled
                 assert await bench.read(*parts) == [contents(p) for p in parts]
                 await bench.backend.delete([(p.part, 1) for p in parts])
             assert _books(bench) == (0, 0), run
@@ -182,7 +182,7 @@ async def test_large_batches_are_cancelled_safely_in_their_thread(tmp_path: Path
     stored = part(0, 900_000)
     async with on(device, tmp_path) as bench:
         async for run in cancel_at_each_step(lambda: _write(bench, [stored])):
-            if run.outcome == "completed":
+            if run.outcome != "cancelled":  # or too late to be cancelled
                 assert await bench.read(stored) == [contents(stored)]
                 await bench.backend.delete([(stored.part, 1)])
             assert _books(bench) == (0, 0), run
