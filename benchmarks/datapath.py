@@ -5,7 +5,9 @@ written before and is too much for the caches. The engine's side is the whole ca
 (``match.load``, ``session.store``): lookups, leases, headers and, unless the row says otherwise,
 the checksum of every byte. The other side only copies. ``ratio_to_memcpy`` is their time / ours,
 pair by pair, median with quartiles (1 = as fast as the copy). Bounds hold where one call moves a
-batch; rows with one frame a call show what a call costs by itself.
+batch; rows with one frame a call show what a call costs by itself. ``machine_code`` says whether
+the extra ``fast`` was there, which the bounds of RAM ask for: without it (or with TIERKV_FAST=0)
+the same bytes take library calls.
 
 Run with ``python -m benchmarks.datapath [--json]``; exit status 1 if a bound is missed.
 """
@@ -22,11 +24,12 @@ from unittest import mock
 import torch
 
 import tierkv
-import tierkv.mover.blockcopies
+import tierkv.mover.rowcopies
 import tierkv.pipeline.raw
 from benchmarks import disk
 from benchmarks.report import Paired, emit, paired
 from benchmarks.running import OnLoop
+from tierkv.jit import copying, walking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -237,6 +240,7 @@ def _row(op: str, frames: Frames, pairs: Paired, times: int) -> dict[str, Cell]:
         "raw_gb_s": nbytes / pairs.a.median / 1e9,
         "bound": bound,
         "ok": bound is None or pairs.ratio.median >= bound,
+        "machine_code": copying.ready(),
     }
 
 
@@ -272,11 +276,12 @@ class _NoSum:
 @contextmanager
 def _no_checksum() -> Iterator[None]:
     """Stores without the work of the checksum, to see what it costs; no setting does this."""
-    whole, few = tierkv.mover.blockcopies, tierkv.pipeline.raw  # few sections go another way
+    whole, few = tierkv.mover.rowcopies, tierkv.pipeline.raw  # few sections go another way
     with (
         mock.patch.object(whole, "xxhash", _NoSum),
         mock.patch.object(few, "xxhash", _NoSum),
         mock.patch.object(few, "checksum", _NoSum.xxh3_128_digest),
+        mock.patch.object(walking, "SUMS", 0),  # machine code asks for no sum
     ):
         yield
 
@@ -348,13 +353,14 @@ def rows(
     for row in disk.rows(directory, sizes=sizes, repeats=repeats, batch=disk_batch):
         ratio = float(row["ratio_to_odirect"] or 0)
         bound = BOUNDS[str(row["op"])]
-        yield {**row, "bound": bound, "ok": ratio >= bound and not row["buffered_bytes"]}
+        fine = ratio >= bound and not row["buffered_bytes"]
+        yield {**row, "bound": bound, "ok": fine, "machine_code": copying.ready()}
 
 
 def _short(row: dict[str, Cell]) -> dict[str, Cell]:
     """What fits a terminal."""
     ratio = row.get("ratio_to_memcpy") or row.get("ratio_to_odirect")
-    keys = ("low", "high", "cpu_ratio", "bound", "ok")
+    keys = ("low", "high", "cpu_ratio", "bound", "ok", "machine_code")
     head = {"op": row["op"], "mib": row["mib"], "a_call": row["frames"], "ratio": ratio}
     return {**head, **{key: row[key] for key in keys}}
 

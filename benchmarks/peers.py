@@ -3,7 +3,11 @@
 Each row is one operation, done by both in turns (LMCache in a process of its own, see
 :mod:`benchmarks.peers_env`), on one torch thread each and on the same disk. ``ratio`` > 1 says
 that tierkv is ahead: CPU microseconds an operation, LMCache / tierkv; GB/s, tierkv / LMCache;
-median over the pairs, with quartiles. The engine verifies checksums, LMCache has none. Probes
+median over the pairs, with quartiles. The engine verifies checksums, LMCache has none. A cold read
+of the engine ends in the caller's memory; LMCache's ends in its own pool, so that there is a second
+row in which it delivers what it read as well. Copies and puts in RAM are timed eight calls at a
+time, on both sides: one takes a few milliseconds, a good part of which would be what any process
+takes to get going again after it waited for the other one's turn (225 ms of puts, theirs). Probes
 (:mod:`benchmarks.peers_probes`) do the same damage to both: ``held`` is whether what came back was
 right or a miss, in bounded time.
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from benchmarks.report import Cell
 
 __all__ = ["disk_rows", "probe_rows", "ram_rows", "restart_row"]
+
+_CALLS = 8
 
 
 # --------------------------------------------------------------------------- rows
@@ -91,11 +97,13 @@ def ram_rows(peer: Peer, chunks: int, leased: int, repeats: int) -> Iterator[dic
         for op, name in (("get+release", "get"), ("get, tensor, release", "get_tensor")):
             pairs = _pairs(getattr(ours, name), _asking(peer, name, "ram"), repeats)
             yield _row(f"64 KiB {op}", "CPU us", 1.0, pairs)
-        pairs = _pairs(ours.copy, _asking(peer, "copy", "ram"), repeats)
+        # a single call is over before the caches are warm again, after the other side's turn
+        theirs = _asking(peer, "copy", "ram", calls=_CALLS)
+        pairs = _pairs(partial(ours.copy, _CALLS), theirs, repeats)
         yield _row(f"64 KiB copied out, {COPIES} a batch", "CPU us", 1.0, pairs)
         peer.ask("pin", "ram", count=leased)
-        theirs = _asking(peer, "put_full", "ram", count=count)
-        pairs = _pairs(lambda: ours.put_full(count), theirs, repeats)
+        theirs = _asking(peer, "put_full", "ram", count=count, calls=_CALLS)
+        pairs = _pairs(partial(ours.put_full, count, _CALLS), theirs, repeats)
         bound = 100.0 if leased >= 7000 else 1.0  # their scan is as long as what is pinned
         yield _row(f"64 KiB put when full, {count} a call, {leased} leased", "CPU us", bound, pairs)
     peer.ask("close", "ram")
@@ -114,8 +122,10 @@ def disk_rows(peer: Peer, directory: str, chunks: int, repeats: int) -> Iterator
                 theirs = _asking(peer, "put", mode, sync=sync)
                 pairs = _pairs(partial(ours.put, sync=sync), theirs, repeats)
                 yield _row(f"disk {what}; theirs {mode}", "GB/s", bound, pairs)
-            pairs = _pairs(ours.read, _asking(peer, "read", mode), repeats)
-            yield _row(f"disk cold read; theirs {mode}", "GB/s", bound, pairs)
+            for end, deliver in (("its own pool", False), ("the caller's memory", True)):
+                theirs = _asking(peer, "read", mode, deliver=deliver)
+                pairs = _pairs(ours.read, theirs, repeats)
+                yield _row(f"disk cold read; theirs {mode}, into {end}", "GB/s", bound, pairs)
             peer.ask("close", mode)
 
 

@@ -173,14 +173,15 @@ class Ram:
                 chunk.ref_count_down()
         return out
 
-    def copy(self) -> Timed:
-        """Copy 256 chunks out."""
+    def copy(self, calls: int = 1) -> Timed:
+        """Copy 256 chunks out, so many times."""
         get, out = self._pool.cpu.get_blocking, Timed()
-        with _clock(out, len(self._out), process=True):
-            for name, target in zip(self._keys, self._out, strict=False):
-                chunk = get(name)
-                target.view(-1).copy_(chunk.tensor.view(-1))
-                chunk.ref_count_down()
+        with _clock(out, len(self._out) * calls, process=True):
+            for _ in range(calls):
+                for name, target in zip(self._keys, self._out, strict=False):
+                    chunk = get(name)
+                    target.view(-1).copy_(chunk.tensor.view(-1))
+                    chunk.ref_count_down()
         return out
 
     def pin(self, count: int) -> Timed:
@@ -190,8 +191,9 @@ class Ram:
             self._pool.cpu.pin(name)
         return {"operations": count}
 
-    def put_full(self, count: int) -> Timed:
+    def put_full(self, count: int, calls: int = 1) -> Timed:
         """Put chunks that need an eviction each."""
+        count *= calls
         out = Timed()
         with _clock(out, count, process=True):
             for number in range(self._next, self._next + count):
@@ -214,7 +216,7 @@ class Disk:
         self._pool = Pool(
             shape, 2 * room + 0.1, directory=directory, disk_gib=3 * room + 0.1, direct=direct
         )
-        self._direct = direct
+        self._out: list[torch.Tensor] = []
         self._chunks = [self._pool.allocate() for _ in range(chunks)]
         for number, chunk in enumerate(self._chunks):
             chunk.tensor.fill_(float(number))
@@ -245,14 +247,21 @@ class Disk:
         finally:
             os.close(fd)
 
-    def read(self) -> Timed:
-        """Read the chunks of the last put, none of which is in the page cache."""
+    def read(self, deliver: bool = False) -> Timed:
+        """Read the chunks of the last put, none of which is in the page cache.
+
+        With ``deliver`` into memory of the caller, as a load does; without, into its own pool only.
+        """
+        if deliver and not self._out:
+            self._out = [torch.ones_like(chunk.tensor) for chunk in self._chunks]
         names = [key(self._first + number) for number in range(len(self._chunks))]
         for number in range(len(names)):
             self._sync(number, drop=True)
         out = Timed()
         with _clock(out, len(names) * self._pool.nbytes, process=True):
             found = self._pool.disk.batched_get_blocking(names)
+            for chunk, target in zip(found, self._out if deliver else [], strict=False):
+                target.view(-1).copy_(chunk.tensor.view(-1))
         assert all(chunk is not None for chunk in found)
         for chunk in found:
             chunk.ref_count_down()

@@ -143,28 +143,30 @@ class Ram(_Side):
         self.run(go())
         return out[0]
 
-    def copy(self) -> Timed:
-        """Match and load 256 blocks in one call."""
+    def copy(self, calls: int = 1) -> Timed:
+        """Match and load 256 blocks in one call, so many times."""
 
         async def go() -> None:
-            with _clock(out, COPIES):
-                async with self._reader.match(self._ids[: COPIES * BLOCK]) as match:
-                    loaded = await match.load(self._some)
-            assert loaded.tokens == COPIES * BLOCK
+            with _clock(out, COPIES * calls):
+                for _ in range(calls):
+                    async with self._reader.match(self._ids[: COPIES * BLOCK]) as match:
+                        loaded = await match.load(self._some)
+                    assert loaded.tokens == COPIES * BLOCK
 
         out: list[Timed] = []
         self.run(go())
         return out[0]
 
-    def put_full(self, count: int) -> Timed:
-        """Store so many new blocks in one call; each needs an eviction."""
+    def put_full(self, count: int, calls: int = 1) -> Timed:
+        """Store so many new blocks in one call, so many times; each needs an eviction."""
 
         async def go() -> None:
-            self._fresh += 1
-            ids = [self._fresh] * (BLOCK * count)
-            with _clock(out, count):
-                stored = await self._other.store(ids, self._some)
-            assert stored.stored == count
+            prompts = [[self._fresh + call] * (BLOCK * count) for call in range(1, calls + 1)]
+            self._fresh += calls
+            with _clock(out, count * calls):
+                for ids in prompts:
+                    stored = await self._other.store(ids, self._some)
+                    assert stored.stored == count
 
         out: list[Timed] = []
         self.run(go())

@@ -15,6 +15,12 @@ import torch
 from benchmarks import acceptance, datapath, disk, faults, gpu_check, peers_env, peers_probes
 from benchmarks import pipeline as pipelines
 from benchmarks.report import emit
+from tierkv import jit
+from tierkv.buffers import Arena
+from tierkv.jit import copying
+from tierkv.mover.blockcopies import Blocks
+from tierkv.mover.grids import grid_of
+from tierkv.pipeline import Pipeline
 from tierkv.testing.faults import Corrupting, Faulty, inject
 from tierkv.testing.virtual import Throttled, run_virtual
 
@@ -47,6 +53,7 @@ def test_datapath(
     host = [row for row in rows if "ratio_to_memcpy" in row]
     assert {row["op"] for row in host} >= {"host get", "host put", "scatter to dense"}
     assert all(row["ratio_to_memcpy"] > 0 for row in host)
+    assert {row["machine_code"] for row in rows} == {jit.host() is not None}
     assert {row["frames"] for row in host} == {1, 2}
     assert not list(tmp_path.iterdir())
     if disk.direct_works(tmp_path):
@@ -64,6 +71,30 @@ def test_the_bare_copy_and_the_tier_move_as_many_bytes() -> None:
     for target, source in zip(copy._targets[0], copy._source, strict=True):
         assert target.nbytes == frames.nbytes
         assert torch.equal(target.view(torch.int16), source.view(torch.int16))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_without_checksums_there_are_none(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the row without checksums leaves out is what stores really do."""
+    if fast and jit.host() is None:
+        pytest.skip("no machine code here")
+    copying.prepare()
+    monkeypatch.setattr(copying, "ready", lambda: fast)
+    frames = datapath.Frames(256 * KIB, count=2)
+    (view,) = datapath._pages(frames)
+    space, starts = frames.space, [0, frames.tokens]
+    table = Pipeline(space).table(0, frames.tokens)
+    arena = Arena(4 << 20)
+    buffers = [arena.allocate(table[-1].end) for _ in starts]
+    memory = [buffer.memory for buffer in buffers if buffer is not None]
+    assert len(memory) == 2
+    grid = grid_of(view, table, frames.tokens, starts, writing=False)
+    assert grid is not None
+    right = Blocks(grid, view, starts, memory).gather(0, 2)
+    assert bytes(16) not in {digest for sums in right for digest in sums}
+    with datapath._no_checksum():
+        none = Blocks(grid, view, starts, memory).gather(0, 2)
+    assert {digest for sums in none for digest in sums} == {bytes(16)}
 
 
 # --------------------------------------------------------------------------- pipeline

@@ -39,7 +39,9 @@ def test_f089_ci_runs_the_very_command_of_readme() -> None:
     )
 
     assert found.stdout.strip() == "1"
-    assert re.search(r'^inside full bash -c "\$README_TEST".*\|\| status=\$\?$', script, re.MULTILINE)
+    assert re.search(
+        r'^inside full bash -c "\$README_TEST".*\|\| status=\$\?$', script, re.MULTILINE
+    )
     assert script.rstrip().endswith('exit "$status"')
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 

@@ -43,12 +43,13 @@ def _pages(nbytes: int) -> int:
 class ArenaBuffer:
     """A :class:`tierkv.abc.Buffer` inside an :class:`Arena`."""
 
-    __slots__ = ("_arena", "_extent", "nbytes")
+    __slots__ = ("_arena", "_extent", "_first", "nbytes")
 
     def __init__(self, arena: Arena, nbytes: int, extent: Extent) -> None:
         self.nbytes = nbytes
         self._arena: Arena | None = arena
         self._extent = extent
+        self._first = extent.start * _PAGE
 
     def __repr__(self) -> str:
         state = "released" if self._arena is None else f"page {self._extent.start}"
@@ -61,7 +62,10 @@ class ArenaBuffer:
         Raises:
             ClosedError: if the buffer was released: its memory may be somebody else's by now.
         """
-        return self._slice(self.nbytes)
+        arena = self._arena
+        if arena is None:
+            return self._slice(0)  # which tells
+        return arena._memory[self._first : self._first + self.nbytes]
 
     @property
     def padded(self) -> memoryview:
@@ -82,8 +86,7 @@ class ArenaBuffer:
         arena = self._arena
         if arena is None:
             raise ClosedError("this buffer was released; take a new one from its arena")
-        first = self._extent.start * _PAGE
-        return arena._memory[first : first + nbytes]
+        return arena._memory[self._first : self._first + nbytes]
 
 
 class Arena:
@@ -179,10 +182,12 @@ class Arena:
             if buffer._arena is None:
                 return
             buffer._arena = None
-        extent = buffer._extent
-        if self._poison:
-            whole = self._memory[extent.start * _PAGE : (extent.start + extent.pages) * _PAGE]
-            np.frombuffer(whole, np.uint8).fill(_POISON)
+            extent = buffer._extent
+            if not self._poison:
+                self._runs.give(extent)
+                return
+        whole = self._memory[extent.start * _PAGE : (extent.start + extent.pages) * _PAGE]
+        np.frombuffer(whole, np.uint8).fill(_POISON)
         with self._lock:
             self._runs.give(extent)
 

@@ -71,6 +71,7 @@ _SEAL_BYTES = 20  # AEAD tag (16) and key id (4); zero: not encrypted
 
 # version, flags, header length, frame length, generation, tokens, block tokens, expiry,
 # part, space, root, parent, tenant bytes, fidelity bytes, names, name bytes, sections, dimensions
+_START = struct.Struct("<8s16sHHI")  # of it
 _PREFIX = struct.Struct("<8s16sHHIQQIId34s32s32s32sHHHHII")
 _ROW = struct.Struct("<iHHHHQQQ")  # layer, tensor, dtype, chain, rank, offset, stored, raw
 _HAS_PARENT, _HAS_EXPIRY, _STATE, _FOLDED = 1, 2, 4, 8  # flags
@@ -305,8 +306,7 @@ def _check_row(row: Section, expected_offset: int) -> None:
 def _rows(
     table: bytes, n_names: int, pool_bytes: int, n_rows: int, start: int, end: int
 ) -> tuple[Section, ...]:
-    # Uncompressed frames of one group share this table, so that most loads skip the parsing. Only
-    # tables that passed every check are remembered: an exception is never cached.
+    # Raw frames of one group share this table. An exception is never remembered.
     names = _names(table[:pool_bytes], n_names)
     dims_at = pool_bytes + n_rows * _ROW.size
     dims = struct.unpack(f"<{(len(table) - dims_at) // 8}Q", table[dims_at:])
@@ -336,22 +336,23 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     Raises:
         IntegrityError: if anything at all is wrong with it.
     """
-    view = memoryview(data).cast("B")
+    view = (
+        data if isinstance(data, memoryview) and data.format == "B" else memoryview(data).cast("B")
+    )
     if len(view) < _PREFIX.size:
         raise refuse(f"{len(view)} bytes are too short for a header")
-    values = _PREFIX.unpack(view[: _PREFIX.size])
-    magic, digest, version, _, payload = values[:5]
+    magic, digest, version, _, payload = _START.unpack_from(view)
     if magic != _MAGIC:
         raise refuse("it does not start with the magic bytes")
     if version != _VERSION:
         raise refuse(f"format version {version} is not {_VERSION}")
     if payload % PAGE or not _PREFIX.size <= payload <= len(view):
         raise refuse(f"header length {payload} does not fit the {len(view)} bytes given")
-    if checksum(view[_CHECKED_FROM:payload]) != digest:
+    if xxhash.xxh3_128_digest(view[_CHECKED_FROM:payload]) != digest:
         raise refuse("the header checksum does not match")
     header = _seen.headers.get(digest)
     if header is None or header.payload_offset != payload:
-        header = _decode_body(view, values)
+        header = _decode_body(view, _PREFIX.unpack_from(view))
         _seen.keep(digest, header)
     return header
 

@@ -15,7 +15,7 @@ import xxhash
 from tierkv.chains import RAW, Chain, stored_chain
 from tierkv.device import fold_digests, fold_tensors
 from tierkv.errors import CodecError, IntegrityError, LayoutError
-from tierkv.fitting import check_identity, check_layout
+from tierkv.fitting import check_identity, check_layout, plainly_fits
 from tierkv.frame import Header, Section, checksum, decode_header, padded_bytes
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
@@ -190,8 +190,9 @@ def open_frame(
         IntegrityError: if it is damaged, or belongs to something else.
     """
     header = decode_header(frame)
-    check_identity(header, part=part, generation=generation, space=space.fingerprint, root=root)
-    check_layout(header, space)
+    if not plainly_fits(header, space, part, generation, root):
+        check_identity(header, part=part, generation=generation, space=space.fingerprint, root=root)
+        check_layout(header, space)
     return header
 
 

@@ -16,7 +16,7 @@ from tierkv_backends.options import check_options
 from tierkv_backends.results import FULL, MISSING, SHORT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierkv.abc import Buffer, ReadRequest, StoredPart, Threads, WriteItem
     from tierkv.blocks import PartId
@@ -31,10 +31,11 @@ _CLOSE_STEP: Final = 512
 class _Entry:
     """One published frame; ``readers`` keeps its memory while a copy out of it runs."""
 
-    __slots__ = ("buffer", "dead", "readers", "stored")
+    __slots__ = ("buffer", "charge", "dead", "generation", "readers")
 
     def __init__(self, stored: StoredPart, buffer: Buffer) -> None:
-        self.stored = stored
+        self.generation = stored.generation
+        self.charge = Arena.charge(stored.nbytes)
         self.buffer = buffer
         self.readers = 0
         self.dead = False
@@ -72,6 +73,12 @@ class _Borrowed:
 
     def release(self) -> None:
         """Do nothing: the frame stays where it is."""
+
+
+def _overtaken(entries: Mapping[PartId, _Entry], stored: StoredPart) -> bool:
+    """Whether a newer generation of a part is there."""
+    entry = entries.get(stored.part)
+    return entry is not None and entry.generation > stored.generation
 
 
 def _copy(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
@@ -180,7 +187,7 @@ class HostBackend(MemoryBackend):
         fresh: list[tuple[int, StoredPart, Buffer]] = []
         pairs, total, published = [], 0, False
         for index, (stored, source) in enumerate(items):
-            if self._newer(stored):
+            if _overtaken(self._entries, stored):
                 results.append(MISSING)
                 continue
             if source.nbytes < stored.nbytes:
@@ -229,28 +236,38 @@ class HostBackend(MemoryBackend):
     def adopt(self, stored: StoredPart, buffer: Buffer) -> bool:
         """Publish a filled buffer without a copy; see :meth:`tierkv.abc.MemoryBackend.adopt`."""
         self._open()
-        if self._newer(stored):
+        if _overtaken(self._entries, stored):
             return False
         old = self._entries.get(stored.part)
         if old is not None:
-            self._live -= self.charge(old.stored.nbytes)
+            self._live -= old.charge
             old.retire()
-        self._entries[stored.part] = _Entry(stored, buffer)
-        self._live += self.charge(stored.nbytes)
+        entry = self._entries[stored.part] = _Entry(stored, buffer)
+        self._live += entry.charge
         return True
 
     def borrow(self, part: PartId, generation: int) -> Buffer | None:
         """The frame in place, or None; see :meth:`tierkv.abc.MemoryBackend.borrow`."""
+        entry = self._entries.get(part)
+        if entry is not None and entry.generation == generation:
+            return _Borrowed(entry.buffer)
         self._open()
-        entry = self._find(part, generation)
-        return None if entry is None else _Borrowed(entry.buffer)
+        return None
+
+    def look(self, part: PartId, generation: int) -> memoryview | None:
+        """Its bytes in place, or None; see :meth:`tierkv.abc.MemoryBackend.look`."""
+        entry = self._entries.get(part)
+        if entry is not None and entry.generation == generation:
+            return entry.buffer.memory
+        self._open()
+        return None
 
     def discard(self, part: PartId, generation: int) -> None:
         """Forget one part; an absent or newer one is left alone."""
         entry = self._find(part, generation)
         if entry is not None:
             del self._entries[part]
-            self._live -= self.charge(entry.stored.nbytes)
+            self._live -= entry.charge
             entry.retire()
 
     def charge(self, nbytes: int) -> int:
@@ -279,11 +296,7 @@ class HostBackend(MemoryBackend):
 
     def _find(self, part: PartId, generation: int) -> _Entry | None:
         entry = self._entries.get(part)
-        return entry if entry is not None and entry.stored.generation == generation else None
-
-    def _newer(self, stored: StoredPart) -> bool:
-        entry = self._entries.get(stored.part)
-        return entry is not None and entry.stored.generation > stored.generation
+        return entry if entry is not None and entry.generation == generation else None
 
     async def _copy(self, pairs: Sequence[tuple[memoryview, memoryview]], total: int) -> None:
         if total < _INLINE or self._threads is None:

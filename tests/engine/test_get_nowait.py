@@ -10,6 +10,7 @@ import torch
 from tests import kit
 from tests.engine.device_rig import make_tiers, on_device
 from tests.engine.rig import running
+from tierkv.decisions.types import EvictReason
 from tierkv.errors import ClosedError, IntegrityError, LayoutError
 
 if TYPE_CHECKING:
@@ -100,4 +101,66 @@ async def test_what_is_on_a_medium_only_is_none(tmp_path: Path) -> None:
             assert session.get_nowait(0) is None
         with pytest.raises(ClosedError):
             session.get_nowait(0)
+        await rig.at_rest()
+
+
+@pytest.mark.parametrize("at", [0, 24, 30, 45, 70, 100, 140, 230])
+async def test_a_header_that_is_not_its_own_is_refused(at: int, tmp_path: Path) -> None:
+    async with running("host", tmp_path, space=SPACE) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            with session.get_nowait(0) as held:  # type: ignore[union-attr]
+                assert same(held, 0), "from here on it is known what others must be like"
+            with session.get_nowait(1) as held:  # type: ignore[union-attr]
+                frame = held._frame()
+                frame[at] ^= 1
+                with pytest.raises(IntegrityError):
+                    held.tensor(0, "k")
+                frame[at] ^= 1
+                assert same(held, 1)
+                assert held.tokens == 16
+                held.verify()
+                frame[4000] ^= 1  # says nothing of where a tensor is
+                assert same(held, 1)
+                with pytest.raises(IntegrityError):
+                    held.verify()
+                frame[4000] ^= 1
+        await rig.at_rest()
+
+
+async def test_two_hold_one_block_and_counts_agree(tmp_path: Path) -> None:
+    async with running("host", tmp_path, space=SPACE, capacity=4 * FRAME) as rig:
+        decisions = rig.engine.core.decisions
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            one, two = session.get_nowait(0), session.get_nowait(0)
+            async with session.match(IDS):
+                three = session.get_nowait(0)
+                assert decisions.leases() == 4
+                decisions.check()
+                one.release()  # type: ignore[union-attr]
+                one.release()  # type: ignore[union-attr]
+            decisions.check()
+            assert decisions.leases() == 2
+            await evict_all(rig)
+            assert same(two, 0)
+            two.release()  # type: ignore[union-attr]
+            three.release()  # type: ignore[union-attr]
+            assert decisions.leases() == 0
+            decisions.check()
+        await rig.at_rest()
+
+
+async def test_what_a_holder_saw_taken_back_is_freed_at_the_end(tmp_path: Path) -> None:
+    async with running("host", tmp_path, space=SPACE) as rig:
+        async with rig.engine.session("a") as session:
+            await session.store(IDS, KV.view)
+            used = rig.engine.core.decisions.used(0)
+            held = session.get_nowait(2)
+            assert held is not None
+            core = rig.engine.core
+            core.lost(held._part, 0, held._found[2], EvictReason.FAILED)
+            assert core.decisions.used(0) == used, "its bytes stay for the lease"
+            held.release()
+            assert core.decisions.used(0) < used
         await rig.at_rest()

@@ -25,6 +25,21 @@ __all__ = ["EngineLoop"]
 _log = logging.getLogger("tierkv.blocking")
 _MARGIN_S = 5.0
 
+_ending: set[EngineLoop] = set()
+"""Loops that were told to close and have not ended."""
+
+
+def _let_end() -> None:
+    """Wait for those that are closing; while they still have threads to close with."""
+    for loop in list(_ending):
+        loop.join()
+
+
+# Before atexit, and before the threads of executors end, which a close needs; in the standard
+# library as long as those, who use it for just that, but not documented. Without it a close that is
+# under way when the interpreter exits is cut short, and says so.
+getattr(threading, "_register_atexit", bool)(_let_end)
+
 
 class EngineLoop(CallCarrier):
     """Runs an engine on a loop in a daemon thread and carries calls to it. Thread-safe.
@@ -37,7 +52,7 @@ class EngineLoop(CallCarrier):
         super().__init__(engine.config.name)
         self._engine = engine
         self._stop: Signal | None = None
-        self._stopping = False
+        self._stopping = self._over = False
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._report: CloseReport | None = None
@@ -113,7 +128,8 @@ class EngineLoop(CallCarrier):
             self._failure = error
         finally:
             with self._guard:
-                self._accepting, self._stopping = False, True
+                self._accepting, self._stopping, self._over = False, True, True
+                _ending.discard(self)
                 left = list(self._pending)
             for call in left:
                 call.end(None, ClosedError("the loop of the manager ended"))
@@ -159,16 +175,25 @@ class EngineLoop(CallCarrier):
             return None
         self.refuse_inside()
         self.stop_soon()
-        config = self._engine.config
-        self._thread.join(float(config.close_timeout) * (len(config.tiers) + 3) + _MARGIN_S)
-        if self._thread.is_alive():
-            _log.error("%s: closing hangs; its thread is given up", self._name)
+        self.join()
         return self._report
+
+    def join(self) -> None:
+        """Wait for the thread that was told to end, for as long as things may take that hang."""
+        thread, config = self._thread, self._engine.config
+        if thread is None or self._pid != os.getpid():
+            return
+        thread.join(float(config.close_timeout) * (len(config.tiers) + 3) + _MARGIN_S)
+        if thread.is_alive():
+            _ending.discard(self)
+            _log.error("%s: closing hangs; its thread is given up", self._name)
 
     def stop_soon(self) -> None:
         """Take no more calls and begin to close, without waiting."""
         with self._guard:
             self._accepting, self._stopping = False, True
+            if self._thread is not None and not self._over:
+                _ending.add(self)
             if self._loop is not None and self._stop is not None:
                 # calls handed over before this are begun before it: none is lost
                 with contextlib.suppress(RuntimeError):  # the loop has ended

@@ -113,6 +113,11 @@ class Figures:
             stop == index.size
         )
 
+    def has(self, part: PartId, tier: int) -> bool:
+        """Whether a tier holds a copy of a part, of whatever age. Renews nothing."""
+        row = self._at.index.rows.get(part, NO_ROW)
+        return row >= 0 and bool(self._at.index.resident[row] >> tier & 1)
+
     def state(self, part: PartId, now: float) -> PartState:
         """Where a part is, or why it is nowhere. Renews nothing."""
         at, index = self._at, self._at.index

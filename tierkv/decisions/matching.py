@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,8 @@ from tierkv.decisions.types import Found, FoundPart
 from tierkv.errors import ClosedError
 
 if TYPE_CHECKING:
+    from array import array
+
     from tierkv.blocks import PartId
     from tierkv.decisions.hinting import Hints
     from tierkv.decisions.placement import Placement
@@ -21,29 +22,38 @@ if TYPE_CHECKING:
 
 __all__ = ["SLICE", "Matcher"]
 
+_new: Final = tuple.__new__  # a named tuple's own constructor takes twice as long
+
 SLICE: Final = 256
 """Blocks that one call handles at most."""
 
 
 class Matcher(Reasons):
-    """Runs lookups and keeps leases."""
+    """Runs lookups and keeps leases.
 
-    __slots__ = ("_hints", "_leases", "_number", "_open")
+    Attributes:
+        number: Of the lookup or lease that was begun last; none is ever given out again.
+        singles: Row of each lease on one part by itself: many, and short-lived.
+    """
+
+    __slots__ = ("_hints", "_leases", "_open", "number", "singles")
 
     def __init__(self, placement: Placement, hints: Hints) -> None:
         super().__init__(placement)
         self._hints = hints
-        self._number = 0
+        self.number = 0
+        self.singles: dict[int, int] = {}
         self._open: dict[int, Lookup] = {}
         self._leases: dict[int, array[int]] = {}
 
     def leases(self) -> int:
         """Leases not yet released."""
-        return len(self._leases)
+        return len(self._leases) + len(self.singles)
 
     def leased_rows(self) -> list[int]:
         """Every row as often as it is leased, by leases and by lookups under way."""
         rows = [row for lease in self._leases.values() for row in lease]
+        rows += self.singles.values()
         for look in self._open.values():
             rows.extend(look.rows)
             rows.extend(row for loose in look.loose for row, _ in loose.held)
@@ -53,8 +63,8 @@ class Matcher(Reasons):
 
     def begin(self, query: Query) -> Lookup:
         """Start a lookup; see :class:`Lookup`."""
-        at, look = self._at, Lookup(self._number + 1, query)
-        self._number += 1
+        at, look = self._at, Lookup(self.number + 1, query)
+        self.number += 1
         look.epoch = at.epoch
         look.clock = at.clock
         if query.touch:
@@ -138,7 +148,7 @@ class Matcher(Reasons):
         )
         found, rows, strict, lossy = look.found, look.rows, look.strict, query.lossy
         readable = at.readable & query.tiers
-        pin, touch = at.pin, at.touch if query.touch else None
+        busy, pin, touch = at.busy, at.pin, at.touch if query.touch else None
         until = inf if query.ttl is None else now + query.ttl
         # the root of a chain ends up as the most recent part of it: leaves go first anyway
         step = at.step
@@ -156,10 +166,13 @@ class Matcher(Reasons):
                     break
                 tier = (mask & -mask).bit_length() - 1
                 found.append(
-                    FoundPart(part, block, group, tier, generation[row], charge[tier][row])
+                    _new(FoundPart, (part, block, group, tier, generation[row], charge[tier][row]))
                 )
                 rows.append(row)
-                pin(row)
+                if row in busy:
+                    busy[row] += 1
+                else:
+                    pin(row)
                 if touch is not None:
                     touch(row, clock + step * block, until)
             else:
@@ -297,21 +310,8 @@ class Matcher(Reasons):
                 self._at.unpin(row)
 
     def release(self, lease: int) -> list[Drop]:
-        """End a lease; unknown ones are ignored."""
+        """End a lease of a lookup; unknown ones are ignored."""
         at = self._at
         for row in self._leases.pop(lease, ()):
             at.unpin(row)
         return at.collect() if at.ready else []
-
-    def hold(
-        self, part: PartId, lossy: bool, now: float, tiers: int
-    ) -> tuple[int, int, int] | None:
-        """Lease one part by itself; see :meth:`Decisions.hold_part`."""
-        at = self._at
-        row, mask = self._copies(part, tiers, lossy=lossy, now=now)
-        if not mask:
-            return None
-        at.pin(row)
-        self._number += 1
-        self._leases[self._number] = array("i", (row,))
-        return self._number, (mask & -mask).bit_length() - 1, at.index.generation[row]

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Placement"]
 
 _new: Final = tuple.__new__  # a named tuple's own constructor takes twice as long
+# looked up once: in its class, a member takes as long as a call
+_CAPACITY: Final = EvictReason.CAPACITY
+_DEMOTED: Final = EvictReason.DEMOTED
+_QUOTA: Final = EvictReason.QUOTA
+_REPLACED: Final = EvictReason.REPLACED
+_SHRUNK: Final = EvictReason.SHRUNK
+_EVICTED: Final = MissReason.EVICTED
 
 
 class Placement(Standing):
@@ -74,18 +81,19 @@ class Placement(Standing):
 
     def pin(self, row: int) -> None:
         """Keep a row's copies; counted."""
-        count = self.busy.get(row, 0)
-        self.busy[row] = count + 1
-        if not count:
-            index, pinned = self.index, self.ledger.pinned
-            mask, tier = index.resident[row], 0
-            while mask:
-                if mask & 1:
-                    pinned[tier] += index.charge[tier][row]
-                mask >>= 1
-                tier += 1
-            if index.free[row] or row in self.blocked:
-                self.refresh(row)
+        if row in self.busy:
+            self.busy[row] += 1
+            return
+        self.busy[row] = 1
+        index, pinned = self.index, self.ledger.pinned
+        mask, tier = index.resident[row], 0
+        while mask:
+            if mask & 1:
+                pinned[tier] += index.charge[tier][row]
+            mask >>= 1
+            tier += 1
+        if index.free[row] or row in self.blocked:
+            self.refresh(row)
 
     def unpin(self, row: int) -> None:
         """Undo one :meth:`pin`; the last one frees what waited for it."""
@@ -195,12 +203,8 @@ class Placement(Standing):
             self.set_leaving(row, tier, leaving=False)
             self.unhold(row)
         # looked up by identity: hashing an enum costs more than the rest of this line
-        evicted = (
-            reason is EvictReason.CAPACITY
-            or reason is EvictReason.DEMOTED
-            or reason is EvictReason.QUOTA
-            or reason is EvictReason.SHRUNK
-        )
+        plain = reason is _CAPACITY
+        evicted = plain or reason is _DEMOTED or reason is _QUOTA or reason is _SHRUNK
         policy = self._lookup[tier][tenant]
         if evicted:
             start, group = IDENT(part)
@@ -221,12 +225,15 @@ class Placement(Standing):
         deferred = row in self.busy
         if deferred:
             self.deferred.setdefault(row, []).append(drop)
-            if reason is not EvictReason.REPLACED:
+            if reason is not _REPLACED:
                 self.epoch += 1
         else:
             self.ledger.discharge(tier, tenant, nbytes)
-        if not left and reason is not EvictReason.REPLACED:
-            self._depart(row, part, tier, reason, now)
+        if not left:
+            if plain:  # by far the most frequent
+                self.history.note(part, _EVICTED, tier, now)
+            elif reason is not _REPLACED:
+                self._depart(row, part, tier, reason, now)
         if self.moved is not None:
             self.moved(part)
         self.settle(row)
@@ -235,9 +242,7 @@ class Placement(Standing):
     def _depart(self, row: int, part: PartId, tier: int, reason: EvictReason, now: float) -> None:
         # tails come and go with every turn: they would crowd the history
         if reason is not EvictReason.REMOVED or not self.index.flags[row] & PRIVATE:
-            plain = reason is EvictReason.CAPACITY  # by far the most frequent: no look-up
-            why = MissReason.EVICTED if plain else MISS_OF_EVICTION[reason]
-            self.history.note(part, why, tier, now)
+            self.history.note(part, MISS_OF_EVICTION[reason], tier, now)
 
     # ------------------------------------------------------------------ faults and owners
 

@@ -216,8 +216,6 @@ class Reserver:
     def _clock(self, number: int, item: StoreItem, request: Request) -> int:
         # the root of a chain ends up as the most recent part; parts that stand alone (states,
         # windows) count for the more the later they are
-        if request.source is not None:
-            return max(0, request.clock - number)
         count = len(request.items)
         if item.parent is None and (
             number + 1 == count or request.items[number + 1].parent != item.part
@@ -248,15 +246,25 @@ class Reserver:
     def _behind(self, request: Request, item: StoreItem) -> tuple[int, int]:
         """Bytes that the items behind ``item`` will need, and the last use of their coldest."""
         index, bit = self._at.index, 1 << request.tier
-        total, coldest, behind = 0, 1 << 62, False
+        get, resident, pending, touched = (
+            index.rows.get,
+            index.resident,
+            index.pending,
+            index.touched,
+        )
+        copies, total, coldest, behind = request.source is not None, 0, 1 << 62, False
         for other in request.items:
             if behind:
-                row = index.rows.get(other.part, NO_ROW)
-                there = index.resident[row] | index.pending[row] if row >= 0 else 0
-                if not there or (request.source is not None and not there & bit):
+                row = get(other.part, NO_ROW)
+                mask = resident[row] if row >= 0 else 0
+                there = mask | pending[row] if row >= 0 else 0
+                if not there or (copies and not there & bit):
                     total += other.nbytes
-                    coldest = min(coldest, self._last_use(row))
-            behind = behind or other is item
+                    used = touched[row] if mask else -1  # as _last_use() has it
+                    if used < coldest:
+                        coldest = used
+            elif other is item:
+                behind = True
         return total, coldest
 
     def _last_use(self, row: int) -> int:
@@ -345,7 +353,9 @@ class Reserver:
         if hole:
             at.refilled(row)
             at.spread(TICK_PARTS)
-        if request.source is None and item.parent is not None and at.step <= 0:
+        if request.source is not None:  # a copy is no use
+            clock = request.clock - number if request.clock > number else 0
+        elif item.parent is not None and at.step <= 0:
             clock = request.clock + len(request.items) - number  # as _clock() has it
         else:
             clock = self._clock(number, item, request)

@@ -184,7 +184,10 @@ class Standing:
                 self._orphans.append(index.name(row))
             elif row not in self.busy:
                 parent = index.parent[row]
-                self.recycle(row)
+                if self.watching or self.scores:
+                    self.recycle(row)
+                else:
+                    index.remove(row)
                 if parent >= 0 and not index.resident[parent]:
                     self.prune(parent)
 

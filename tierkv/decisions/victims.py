@@ -109,20 +109,21 @@ class Victims:
         index, tier = self._at.index, room.tier
         if room.force or index.flags[row] & ORPHAN or index.expiry[row] <= now:
             return DROP
-        rules = self._at.rules[tier]
+        at = self._at
+        rules, last = at.rules[tier], len(at.tiers) - 1
         target = rules[room.rule].target if rules else None
         if target is not None:
             return self._fate_to(row, target, room, now)
+        if tier == last:
+            return DROP  # what children elsewhere keep is not offered there
         mask, lossless = index.resident[row], index.lossless[row]
         if mask >> (tier + 1) and (not lossless >> tier & 1 or lossless >> (tier + 1)):
             return DROP
-        for slower in range(tier + 1, len(self._at.tiers)):
+        for slower in range(tier + 1, last + 1):
             if index.pending[row] >> slower & 1:
                 return KEEP  # it is on its way
             if not mask >> slower & 1 and self._takes(row, slower, room, now):
                 return slower
-        if tier == len(self._at.tiers) - 1:
-            return DROP  # what children elsewhere keep is not offered there
         return KEEP if mask == 1 << tier and index.has_live_child(row) else DROP
 
     def _fate_to(self, row: int, target: int, room: Room, now: float) -> int:

@@ -21,6 +21,7 @@ from tierkv.engine.stats import CloseReport
 from tierkv.engine.tracing import TraceFile
 from tierkv.engine.watching import Watching
 from tierkv.errors import BackendError, ClosedError
+from tierkv.jit import copying
 from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
@@ -131,6 +132,10 @@ class Lifecycle(Parts):
 
     async def _open(self, core: Core, attempted: list[Level]) -> None:
         """Open whatever start() promises; ``attempted`` tells which tiers need closing."""
+        if not copying.ready():  # a quarter of a second, once in a process; nobody waits for it
+            self.workers.spawn(
+                self.workers.run, copying.prepare, name="compile", lane=Lane.BACKGROUND
+            )
         if self.config.decision_log is not None:
             self._log_file = await self.workers.run(LogFile, self.config.decision_log)
             core.decisions.attach(self._log_file)

@@ -9,6 +9,6 @@ other.
 
 from __future__ import annotations
 
-from tierkv.jit.llvm import Host, function, host
+from tierkv.jit.llvm import Host, function, functions, host
 
-__all__ = ["Host", "function", "host"]
+__all__ = ["Host", "function", "functions", "host"]

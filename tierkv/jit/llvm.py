@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Host", "function", "host"]
+__all__ = ["Host", "function", "functions", "host"]
 
 _compiling = threading.Lock()
 _engines: list[Any] = []  # machine code lives as long as the engine that made it
@@ -63,6 +63,21 @@ def function(
     Raises:
         RuntimeError: without llvmlite (ask :func:`host` first), or if LLVM refuses the module.
     """
+    return functions(text, (name, result, arguments))[0]
+
+
+def functions(
+    text: str, *wanted: tuple[str, type[Any] | None, tuple[type[Any], ...]]
+) -> list[Callable[..., Any]]:
+    """Compile a module and return several of its functions, as :func:`function` does one.
+
+    Args:
+        text: The module.
+        wanted: Name, result and arguments of each.
+
+    Raises:
+        RuntimeError: without llvmlite (ask :func:`host` first), or if LLVM refuses the module.
+    """
     if host() is None:
         raise RuntimeError("machine code is off: install the extra 'fast', and unset TIERKV_FAST=0")
     llvm = importlib.import_module("llvmlite.binding")
@@ -80,7 +95,8 @@ def function(
         )
         engine = llvm.create_mcjit_compiler(module, machine)
         engine.finalize_object()
-        address = engine.get_function_address(name)
         _engines.append(engine)
-    found: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)(address)
-    return found
+        return [
+            ctypes.CFUNCTYPE(result, *arguments)(engine.get_function_address(name))
+            for name, result, arguments in wanted
+        ]

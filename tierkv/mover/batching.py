@@ -146,8 +146,11 @@ def batches(core: Core, plans: Sequence[StorePlan], limit: int) -> Iterator[list
     size = count = 0
     for plan in plans:
         run = Run(plan)
+        known: dict[tuple[int, int], int] = {}  # by group and tokens: most are alike
         for new in plan.parts:
-            nbytes = staged_bytes(core, plan, new)
+            kind = new.group, new.tokens
+            nbytes = known[kind] if kind in known else staged_bytes(core, plan, new)
+            known[kind] = nbytes
             if count and (size + nbytes > limit or count == _BATCH_PARTS):
                 yield [*batch, run] if run.parts else batch
                 batch, run, size, count = [], Run(plan), 0, 0

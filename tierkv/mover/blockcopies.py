@@ -1,37 +1,40 @@
 """A batch of blocks in host memory, and its frames: copied both ways, summed on the way.
 
-See :mod:`tierkv.mover.grids` for which bytes of a frame are which bytes of a view.
+See :mod:`tierkv.mover.grids` for which bytes of a frame are which bytes of a view. With machine
+code (:mod:`tierkv.jit.copying`) frames by the hundred take one call and one pass; without, each
+row is a call from C, and tiles are summed while they are in the cache.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from ctypes import addressof, c_char, memmove
-from itertools import chain, cycle, islice, pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from ctypes import addressof, c_char
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import xxhash
 
 from tierkv.errors import CapacityError
-from tierkv.sections import INTEGERS
-from tierkv.views import spanning
+from tierkv.jit import copying
+from tierkv.mover.rowcopies import RowCopies
+from tierkv.mover.steps import never
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from tierkv.abc import View
-    from tierkv.mover.grids import Grid, Loose, Numbers
-
-    _Row: TypeAlias = list[int] | Numbers
+    from tierkv.mover.grids import Grid
 
 __all__ = ["Blocks", "address_of"]
 
-_FEW = 4096
-
-
-def _plain(row: _Row) -> list[int]:
-    return row if isinstance(row, list) else row.tolist()
+_TOGETHER_BYTES: Final = 1024 * 1024
+"""Frames are verified, and then copied while they are in the cache still, so many bytes at once: a
+large one by itself, small ones together, which saves calls."""
+_LOOSE_BYTES: Final = 32 * 1024 * 1024
+"""Where torch copies a section of many blocks in one operation, that is worth more: what a caller
+that is cancelled may have to wait for."""
+_RUN_BYTES: Final = 512 * 1024
+"""As much with machine code: two such groups fit the L2 cache."""
+_SPENT_BYTES: Final = 3 * 1024 * 1024
+"""Frames that are larger fill the caches by the second: what is copied is to make room at once."""
 
 
 def address_of(memory: memoryview) -> int:
@@ -53,185 +56,181 @@ class Blocks:
     Raises:
         CapacityError: if the memory of a frame is shorter than the frame.
         LayoutError: if the view does not hold a block.
+
+    Attributes:
+        run: The same for machine code; None where there is none, or it cannot do these sections.
     """
 
     def __init__(
         self, grid: Grid, view: View, starts: Sequence[int], frames: Sequence[memoryview]
     ) -> None:
-        if min(map(len, frames)) < grid.cuts[-1].stop:
-            raise CapacityError(f"a frame takes {grid.cuts[-1].stop} bytes, its memory has fewer")
+        if min(map(len, frames)) < grid.nbytes:
+            raise CapacityError(f"a frame takes {grid.nbytes} bytes, its memory has fewer")
         self.grid = grid
         self._frames = frames
-        self._at = np.array([address_of(frame) for frame in frames], np.int64)
-        self._shifts = grid.shifts(view, starts)
-        near, far = grid.rows(self._shifts, self._at)
-        self._near: list[_Row]
-        self._far: list[_Row]
-        # plain numbers, all at once where they are few: not for each small block
-        few = near.size <= _FEW
-        self._near = near.tolist() if few else list(near)
-        self._far = far.tolist() if few else list(far)
+        at = np.array(list(map(address_of, frames)), np.int64)
+        shifts = grid.shifts(view, starts)
+        self.run: copying.Run | None = None
+        self._rows: RowCopies | None = None
+        if grid.places is not None and copying.ready():
+            self.run = copying.Run(grid.places, at, shifts, grid.nbytes)
+            return
+        self._rows = RowCopies(grid, frames, at, shifts)
 
     def __repr__(self) -> str:
         return f"<Blocks: {len(self._frames)} of {self.grid!r}>"
 
+    @property
+    def together(self) -> int:
+        """How many bytes of frames to verify before they are written together."""
+        if self._rows is None:
+            return _RUN_BYTES
+        return _LOOSE_BYTES if self._rows.rows.loose else _TOGETHER_BYTES
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether :meth:`checked_scatter` takes less than summing first and copying then."""
+        return self._rows is None or bool(self._rows.rows.tiles)
+
     def right(self, number: int, due: tuple[bytes, ...]) -> bool:
         """Whether the sections of a frame have these checksums."""
-        pieces = map(self._frames[number].__getitem__, self.grid.cuts)
-        return tuple(map(xxhash.xxh3_128_digest, pieces)) == due
+        if self.run is not None:
+            self.run.expect(number, [due])
+            return self.run.scatter(0, 0, number, number + 1) < 0
+        assert self._rows is not None
+        return self._rows.right(number, due)
 
-    def scatter(self, low: int, high: int) -> None:
-        """Copy frames number ``low`` to ``high`` into the view; inside ``view.writing()``."""
-        near = chain.from_iterable(map(_plain, self._near[low:high]))
-        far = chain.from_iterable(map(_plain, self._far[low:high]))
-        deque(map(memmove, near, far, cycle(self.grid.lengths)), 0)
-        if self.grid.loose:
-            self._strided(low, high, gather=False)
+    def land(
+        self,
+        low: int,
+        high: int,
+        due: Sequence[tuple[bytes, ...]] | None,
+        *,
+        loosely: bool = False,
+        stopped: Callable[[], bool] = never,
+    ) -> int:
+        """Verify frames ``low`` to ``high`` and copy them into the view; in ``view.writing()``.
+
+        Each is summed as a whole before any of it is copied. With machine code its bytes come from
+        memory once nevertheless: a group of frames is summed while the one before it is copied,
+        which is in the cache still.
+
+        Args:
+            low: First of them.
+            high: The one behind the last.
+            due: The checksums of the sections of each; None: they were verified before.
+            loosely: Whether the view may hold wrong bytes: then all is one pass.
+            stopped: Asked between groups of frames; once it is true, the rest is left.
+
+        Returns:
+            How many are right and in place: those before the first that is not.
+        """
+        if loosely and due is not None and self.run is None and self.stepwise:
+            for number in range(low, high):
+                if stopped() or not self.checked_scatter(number, due[number - low]):
+                    return number - low
+            return high - low
+        if due is None or self.run is None:
+            return self._land(low, high, due, stopped)
+        self.run.expect(low, due)
+        return self._land_run(low, high, stopped, loosely=loosely)
+
+    def _land(
+        self,
+        low: int,
+        high: int,
+        due: Sequence[tuple[bytes, ...]] | None,
+        stopped: Callable[[], bool],
+    ) -> int:
+        step = -(-self.together // self.grid.nbytes)
+        for first in range(low, high, step):
+            if stopped():
+                return first - low
+            stop = min(first + step, high)
+            right = stop
+            if due is not None:
+                right = self._first_wrong(first, stop, due[first - low : stop - low])
+            self.scatter(first, right)
+            if right < stop:
+                return right - low
+        return high - low
+
+    def _land_run(self, low: int, high: int, stopped: Callable[[], bool], *, loosely: bool) -> int:
+        step = -(-self.together // self.grid.nbytes)
+        spent = step == 1 and self.grid.nbytes > _SPENT_BYTES
+        waits = low  # frames from here on were verified at most
+        for first in range(low, high, step):
+            if stopped():
+                return waits - low
+            stop = min(first + step, high)
+            if loosely:
+                wrong = self.scatter(first, stop, first, stop)
+            else:
+                wrong = self.scatter(waits, first, first, stop, spent)
+            if wrong >= 0:
+                if not loosely:
+                    self.scatter(first, wrong)
+                return wrong - low
+            waits = stop if loosely else first
+        if waits < high and not stopped():
+            self.scatter(waits, high)
+            waits = high
+        return waits - low
+
+    def _first_wrong(self, low: int, high: int, due: Sequence[tuple[bytes, ...]]) -> int:
+        for number, wanted in zip(range(low, high), due, strict=True):
+            if not self.right(number, wanted):
+                return number
+        return high
+
+    def scatter(
+        self, low: int, high: int, first: int = 0, stop: int = 0, spent: bool = False
+    ) -> int:
+        """Copy frames number ``low`` to ``high`` into the view; inside ``view.writing()``.
+
+        Where there is a :attr:`run`, frames ``first`` to ``stop`` are verified in the same pass:
+        the first of them that does not have the checksums that the run expects is returned.
+        ``spent`` frames make room in the caches as they are copied.
+
+        Returns:
+            A frame that is wrong, or -1.
+        """
+        if self.run is not None:
+            return self.run.scatter(low, high, first, stop, spent)
+        assert self._rows is not None
+        self._rows.scatter(low, high)
+        return -1
 
     def checked_scatter(self, number: int, due: Sequence[bytes]) -> bool:
         """Sum and copy a frame tile by tile, each copied while it is in the cache.
 
-        Only for a view that may hold wrong bytes: what comes before the damage is written.
+        Only for a view that may hold wrong bytes: some are written before the damage is found.
 
         Args:
             number: Which frame.
             due: The checksums of its sections.
 
         Returns:
-            Whether all sections are as they were summed; it stops at the first that is not.
+            Whether all sections are as they were summed.
         """
-        frame, grid = self._frames[number], self.grid
-        near, far = iter(_plain(self._near[number])), iter(_plain(self._far[number]))
-        lengths, wanted = iter(grid.lengths), iter(due)
-        digest, state = xxhash.xxh3_128_digest, None
-        pending = 0
-        for tile in grid.tiles:
-            pending += tile.rows
-            if tile.whole:
-                found = list(map(digest, map(frame.__getitem__, tile.cuts)))
-            else:
-                state = state or xxhash.xxh3_128()
-                state.update(frame[tile.cuts[0]])
-                if tile.more:
-                    continue
-                found, state = [state.digest()], None
-            if found != list(islice(wanted, len(found))):
-                return False
-            deque(map(memmove, islice(near, pending), islice(far, pending), lengths), 0)
-            pending = 0
-        return True
+        if self.run is not None:
+            self.run.expect(number, [due])
+            return self.run.scatter(number, number + 1, number, number + 1) < 0
+        assert self._rows is not None
+        return self._rows.checked_scatter(number, due)
 
-    def gather(self, number: int) -> list[bytes]:
-        """Copy a block of the view into its frame; the checksum of each section, padding included.
+    def gather(self, low: int, high: int, sums: bool = True) -> list[tuple[bytes, ...]]:
+        """Copy blocks ``low`` to ``high`` of the view into their frames.
 
-        Rows are summed while they are in the cache.
+        Args:
+            low: First of them.
+            high: The one behind the last.
+            sums: Whether anybody wants the checksums.
+
+        Returns:
+            For each: the checksum of each section, padding included; of no use without ``sums``.
         """
-        frame, grid = self._frames[number], self.grid
-        for low, high in grid.pads:
-            frame[low:high] = bytes(high - low)
-        near, far = iter(_plain(self._near[number])), iter(_plain(self._far[number]))
-        lengths, digest = iter(grid.lengths), xxhash.xxh3_128_digest
-        if not grid.tiles:
-            deque(map(memmove, far, near, lengths), 0)
-            self._strided(number, number + 1, gather=True)
-            return list(map(digest, map(frame.__getitem__, grid.cuts)))
-        found: list[bytes] = []
-        state = None
-        for rows, cuts, more, whole in grid.tiles:
-            deque(map(memmove, islice(far, rows), islice(near, rows), islice(lengths, rows)), 0)
-            if whole:
-                found += map(digest, map(frame.__getitem__, cuts))
-                continue
-            state = state or xxhash.xxh3_128()
-            state.update(frame[cuts[0]])
-            if not more:
-                found.append(state.digest())
-                state = None
-        return found
-
-    # ------------------------------------------------------------------ loose sections
-
-    def _strided(self, low: int, high: int, *, gather: bool) -> None:
-        """Copy the loose sections of some blocks: as many blocks at once as are evenly spread."""
-        runs: dict[int, list[tuple[int, int, int]]] = {}
-        for part in self.grid.loose:
-            kind = part.kind
-            if kind not in runs:
-                runs[kind] = list(self._runs(low, high, self._shifts[kind].tolist()))
-            for first, count, apart in runs[kind]:
-                if apart >= 0:
-                    self._copy(part, first, count, apart, None, gather=gather)
-                    continue
-                for unit in range(self.grid.units):
-                    self._copy(part, first, 1, 0, unit, gather=gather)
-
-    def _runs(
-        self, low: int, high: int, shifts: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int, int]]:
-        """Cut blocks where distances change, in memory or in the view.
-
-        Yields:
-            First block; how many; bytes between their ranges, or -1 if those of the one block are
-            not at equal distances.
-        """
-        at, units = self._at.tolist(), self.grid.units
-        first = low
-        while first < high:
-            mine, last = shifts[first], first + 1
-            apart = mine[1] - mine[0] if units > 1 else 0
-            if apart < 0 or any(b - a != apart for a, b in pairwise(mine)):
-                yield first, 1, -1
-                first = last
-                continue
-            if last < high and units == 1:
-                apart = shifts[last][0] - mine[0]
-            distance = at[last] - at[first] if last < high else 0
-            while (
-                last < high
-                and min(apart, distance) > 0
-                and self._follows(last, apart, distance, shifts, at)
-            ):
-                last += 1
-            yield first, last - first, max(apart, 0)
-            first = last
-
-    def _follows(
-        self,
-        number: int,
-        apart: int,
-        distance: int,
-        shifts: Sequence[Sequence[int]],
-        at: Sequence[int],
-    ) -> bool:
-        """Whether a block and its frame follow the ones before them at these distances."""
-        before = shifts[number - 1]
-        wanted = [n + apart * self.grid.units for n in before]
-        near = at[number] - at[number - 1] == distance
-        return near and shifts[number] == wanted and self._same_memory(number)
-
-    def _same_memory(self, number: int) -> bool:
-        return self._frames[number].obj is self._frames[number - 1].obj
-
-    def _copy(
-        self, part: Loose, first: int, count: int, apart: int, unit: int | None, *, gather: bool
-    ) -> None:
-        """One operation of torch: a section of ``count`` blocks, or of one range of one block."""
-        heads, mine, dim = part.shape
-        size, bits = part.size, part.bits
-        units = self.grid.units if unit is None else 1
-        shape = (count, units, heads, mine, dim)
-        apart //= size
-        ahead = int(self._shifts[part.kind, first, unit or 0]) // size
-        near = bits.as_strided(
-            shape, (units * apart, apart, *part.step), bits.storage_offset() + ahead
-        )
-        at = self._at
-        distance = int(at[first + 1] - at[first]) if count > 1 else 0
-        length = distance * (count - 1) + len(self._frames[first])
-        flat = spanning(self._frames[first], int(at[first]), length // size, INTEGERS[size])
-        packed = (distance // size, mine * dim, part.tokens * dim, dim, 1)
-        far = flat.as_strided(shape, packed, part.offset // size + (unit or 0) * mine * dim)
-        if gather:
-            far.copy_(near)
-        else:
-            near.copy_(far)
+        if self.run is not None:
+            return self.run.gather(low, high, sums)
+        assert self._rows is not None
+        return [tuple(self._rows.gather(number)) for number in range(low, high)]

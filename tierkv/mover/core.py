@@ -90,6 +90,7 @@ class Core(Traffic):
     Attributes:
         bytes_copied: Bytes copied into callers' views by loads.
         bytes_gathered: Bytes copied out of callers' views by stores.
+        memories: Tiers, one bit each, whose bytes the engine can address; -1: there is no other.
         on_drop: Told (part, tier) of each copy that leaves a tier, if set.
         ages: What stores under way know of their parts (:meth:`expect`).
     """
@@ -111,6 +112,9 @@ class Core(Traffic):
             decisions=decisions, workers=workers, observer=observer, clock=clock, timeout=timeout
         )
         self.levels = tuple(levels)
+        self.memories = sum(1 << level.index for level in levels if level.memory is not None)
+        if len(self.levels) == 1 and self.memories:
+            self.memories = -1
         self.staging = staging
         staging.patience, staging.held_up = timeout, self._any_hangs
         self.wall = wall
@@ -179,17 +183,18 @@ class Core(Traffic):
         Memory (the host's or a device's) is freed at once; a copy on another medium is deleted
         before the next write there.
         """
-        for drop in drops:
-            level = self.levels[drop.tier]
-            self.observer.evicted(tier=level.name, reason=drop.reason.value, nbytes=drop.nbytes)
-            if self.on_drop is not None:
-                self.on_drop(drop.part, drop.tier)
+        evicted, told = self.observer.evicted, self.on_drop
+        for part, tier, generation, nbytes, reason in drops:
+            level = self.levels[tier]
+            evicted(tier=level.name, reason=reason.value, nbytes=nbytes)
+            if told is not None:
+                told(part, tier)
             if level.memory is not None:
-                level.memory.discard(drop.part, drop.generation)
+                level.memory.discard(part, generation)
             elif level.resident is not None:
-                level.resident.discard(drop.part, drop.generation)
+                level.resident.discard(part, generation)
             else:
-                level.doomed.append((drop.part, drop.generation))
+                level.doomed.append((part, generation))
 
     def reserve(
         self,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tierkv.abc import WriteItem
 from tierkv.decisions.types import SkipReason
-from tierkv.frame import encode_header
 from tierkv.mover.blockcopies import Blocks
-from tierkv.mover.grids import WORTHWHILE, grid_of
+from tierkv.mover.grids import grid_of, worthwhile
 from tierkv.mover.steps import never
 from tierkv.mover.writing import Writing
+from tierkv.pipeline import Stamp
 from tierkv.sections import digests
 from tierkv.views import over
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from tierkv.pipeline import Encoded
 
 __all__ = ["HostWriting"]
+
+_STEP_BYTES: Final = 1024 * 1024
+"""Frames are filled about so many bytes at a time: what somebody who cancels waits for."""
 
 
 class HostWriting(Writing):
@@ -115,7 +118,7 @@ class HostWriting(Writing):
             for (group, tokens), indices in alike.items():
                 table, view = self.pipeline.table(group, tokens), self.plan.view
                 per_token = self.pipeline.space.layout.groups[group].per_token
-                if not per_token or len(indices) * len(table) < WORTHWHILE:
+                if not per_token or not worthwhile(len(indices), table):
                     continue
                 starts = [self._batch[index].start for index in indices]
                 grid = grid_of(view, table, tokens, starts, writing=False)
@@ -132,15 +135,24 @@ class HostWriting(Writing):
         pipeline, folded = self.pipeline, self._folded
         frames = [self._buffers[index].memory for index in indices]
         blocks = Blocks(grid, self.plan.view, starts, frames)
-        for number, (index, frame) in enumerate(zip(indices, frames, strict=True)):
+        step = -(-_STEP_BYTES // grid.nbytes)
+        stamp: Stamp | None = None  # only the first header is made from scratch
+        nbytes = 0
+        for low in range(0, len(indices), step):
             if stopped():
                 return
-            found = blocks.gather(number)
-            if folded:
-                found = digests([frame[cut] for cut in grid.cuts], folded=True)
-            header = pipeline.header(self.label(index), found, folded=folded)
-            encode_header(header, frame)
-            self.sealed(index, header.frame_bytes, lossless=True)
+            high = min(low + step, len(indices))
+            gathered = blocks.gather(low, high, not folded)
+            for index, frame, sums in zip(
+                indices[low:high], frames[low:high], gathered, strict=True
+            ):
+                found = digests([frame[c] for c in grid.cuts], folded=True) if folded else sums
+                if stamp is None:
+                    header = pipeline.header(self.label(index), found, folded=folded)
+                    stamp, nbytes = Stamp(header), header.frame_bytes
+                new, outcome = self._batch[index], self._reservation.outcomes[index]
+                stamp.write(frame, new.part, new.parent_key, outcome.generation, found)
+                self.sealed(index, nbytes, lossless=True)
 
     def _fill(self, index: int, out: memoryview) -> Encoded:
         label, new, folded = self.label(index), self._batch[index], self._folded

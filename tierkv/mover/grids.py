@@ -1,26 +1,24 @@
-"""Whole blocks in host memory, copied by address: a few numpy operations for a batch of them.
+"""Whole blocks in host memory, copied by address: a few operations for a batch of them.
 
 A :class:`Grid` joins a view's :class:`tierkv.abc.MemoryMap` to the section table of a kind of
-frame: which bytes of a frame go where, as *rows* of contiguous bytes. Each row is one ``memmove``,
-which lets go of the GIL, and is called from C for all rows of a block. Sections whose rows are
-short (where tokens come before heads, say) are *loose*: torch copies them, many blocks in one
-operation where both sides are at equal distances.
+frame: which bytes of a frame go where. With machine code it is a table of places for
+:class:`tierkv.jit.copying.Run`; without, :class:`tierkv.mover.rowgrids.Rows`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
+from tierkv.jit.copying import Place, suits, table_of
 from tierkv.layout import DTYPE_BYTES
-from tierkv.pipeline import TILE
-from tierkv.sections import INTEGERS
+from tierkv.mover.rowgrids import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from tierkv.abc import MemoryMap, View
@@ -28,70 +26,20 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]
 
-__all__ = ["WORTHWHILE", "Grid", "Loose", "grid_of"]
+__all__ = ["Grid", "grid_of", "worthwhile"]
 
-_LEAST_ROW: Final = 2048
-"""Shorter rows cost more to call for than torch needs to copy them with strides."""
-_WHOLE: Final = 512 * 1024
-"""A section up to this is summed in one call all the same: piece by piece it takes half as long
-again."""
-WORTHWHILE: Final = 12
-"""Sections, of all blocks together, below which looking at each of them costs less than a few
-numpy operations for all."""
+_MANY_SECTIONS: Final = 12
+"""Sections, of all blocks together, from which on a few numpy operations for all of them cost less
+than looking at each."""
+_MANY_BYTES: Final = 1024 * 1024
+"""Bytes of all blocks from which on the copies count more than that."""
 
 
-class _Rows(NamedTuple):
-    """Rows of the sections of one shape and stride.
-
-    Attributes:
-        inside: Where each begins in the section.
-        ahead: How far behind the beginning of its range it begins in the view.
-        lengths: Bytes of each.
-        units: The range of the block that it is in.
-    """
-
-    inside: Numbers
-    ahead: Numbers
-    lengths: Numbers
-    units: Numbers
-
-
-class _Tile(NamedTuple):
-    """Rows that are copied together, and what can be summed then.
-
-    Attributes:
-        rows: How many.
-        cuts: Complete sections, or one piece of a section.
-        more: Whether it is a piece that is not the last of its section.
-        whole: Whether they are complete sections.
-    """
-
-    rows: int
-    cuts: list[slice]
-    more: bool
-    whole: bool
-
-
-class Loose(NamedTuple):
-    """A section that torch copies. Numbers are elements of ``size`` bytes.
-
-    Attributes:
-        bits: All of the tensor, as integers.
-        offset: Where the section begins in the frame.
-        size: Bytes of an element.
-        shape: Heads, tokens of a range, dim.
-        tokens: Tokens of a block.
-        step: From one head, token and element to the next, in the view.
-        kind: How its ranges follow each other in the view.
-    """
-
-    bits: torch.Tensor
-    offset: int
-    size: int
-    shape: tuple[int, int, int]
-    tokens: int
-    step: tuple[int, int, int]
-    kind: int
+def worthwhile(blocks: int, sections: Sequence[Section]) -> bool:
+    """Whether a grid for so many blocks of a table costs less than looking at each section."""
+    if blocks * len(sections) >= _MANY_SECTIONS:
+        return True
+    return bool(sections) and blocks * sections[-1].end >= _MANY_BYTES
 
 
 class Grid:
@@ -101,125 +49,74 @@ class Grid:
         tokens: Tokens of a range.
         units: Ranges of a block.
         shared: Whether elements of the view share memory: then it can be read only.
-        loose: Sections without rows.
-        lengths: Bytes of each row.
+        places: The table for machine code; None if that cannot do these sections.
         cuts: Each section of the frame with its padding.
         pads: The paddings, where there are any.
-        tiles: In which order to copy and sum; empty if there are loose sections.
+        nbytes: Bytes of a frame.
     """
 
     def __init__(self, found: MemoryMap, sections: Sequence[Section]) -> None:
         self.tokens = found.tokens
         self.units = sections[0].shape[1] // found.tokens
         self._layer = sections[0].layer  # all of them are of one group
+        self._sections = sections
         # not `found` itself, which keeps this: a cycle would keep the caller's memory
-        self._tensors = found.tensors
+        self._tensors, self._steps = found.tensors, found.steps
         self.shared = False
-        self.loose: list[Loose] = []
         self.cuts = [slice(s.offset, s.end) for s in sections]
         self.pads = [(s.offset + s.nbytes, s.end) for s in sections if s.offset + s.nbytes < s.end]
-        self._steps: dict[tuple[int, int], int] = {}
-        patterns: dict[tuple[object, ...], _Rows | None] = {}
-        rows: list[_Rows] = []
-        places: list[tuple[int, int, int]] = []  # section's offset, tensor's address, kind
-        counts: list[int] = []
-        for section, tensor, step in zip(sections, found.tensors, found.steps, strict=True):
+        self.nbytes = self.cuts[-1].stop
+        self._distances: dict[tuple[int, int], int] = {}  # of pages and tokens, to their kind
+        self._kinds: list[int] = []
+        self.places = self._places()
+
+    def __repr__(self) -> str:
+        how = "row by row" if self.places is None else "in machine code"
+        return f"<Grid: {len(self.cuts)} sections a block, {how}>"
+
+    @cached_property
+    def rows(self) -> Rows:
+        """How to copy with library calls."""
+        table = (self._sections, self._tensors, self._steps, self._kinds)
+        return Rows(*table, self.tokens, self.units)
+
+    def _places(self) -> Numbers | None:
+        patterns: dict[tuple[object, ...], tuple[int, int, int, int, int] | None] = {}
+        found: list[Place] = []
+        able = True
+        for section, tensor, step in zip(self._sections, self._tensors, self._steps, strict=True):
             size, shape = DTYPE_BYTES[section.dtype], section.shape
-            if not section.nbytes:
-                counts.append(0)
-                continue
-            kind = self._steps.setdefault((step[0] * size, step[2] * size), len(self._steps))
+            distances = step[0] * size, step[2] * size
+            kind = self._distances.setdefault(distances, len(self._distances))
+            self._kinds.append(kind)
             key = (shape, size, step)
             if key not in patterns:
                 patterns[key] = self._pattern(shape, size, step[1:])
             pattern = patterns[key]
             if pattern is None:
-                self.loose.append(self._left_over(section, tensor, step, kind))
-                continue
-            rows.append(pattern)
-            counts.append(len(pattern.inside))
-            places.append((section.offset, tensor.data_ptr(), kind))
-        self._join(rows, np.array(places, np.int64).reshape(-1, 3))
-        self.tiles = [] if self.loose else list(self._tiles(sections, counts))
+                able = False
+            elif able:
+                stripes = (section.end - section.offset) // 64
+                found.append(Place(section.offset, tensor.data_ptr(), kind, *pattern, stripes))
+        return table_of(found) if able and suits(found) else None
 
-    def __repr__(self) -> str:
-        return f"<Grid: {len(self.lengths)} rows a block, {len(self.loose)} loose sections>"
-
-    def _pattern(self, shape: tuple[int, ...], size: int, step: tuple[int, ...]) -> _Rows | None:
-        """Rows of one section; None if they are short."""
+    def _pattern(
+        self, shape: tuple[int, ...], size: int, step: tuple[int, ...]
+    ) -> tuple[int, int, int, int, int] | None:
+        """Heads, step of heads, rows, step of rows, width; None if elements are apart."""
         heads, tokens, dim = shape
         head, token, element = step
         mine = self.tokens
         for count, distance in ((heads, head), (tokens, token), (dim, element)):
             self.shared |= count > 1 and distance == 0
-        if (element != 1 and dim > 1) or (token != dim and mine > 1):
+        if (element != 1 and dim > 1) or 0 in shape:
             return None
-        width = mine * dim * size
-        if self.units == 1 and (head == mine * dim or heads == 1):
-            heads, width = 1, heads * width
-        if width < _LEAST_ROW and heads * self.units > 1:
-            return None
-        cut = np.arange(0, width, TILE, dtype=np.int64)  # rows that can be summed from the cache
-        number = np.arange(heads * self.units, dtype=np.int64)[:, None]  # in the frame's order
-        inside = number * width + cut
-        ahead = number // self.units * (head * size) + cut
-        lengths = np.broadcast_to(np.minimum(width - cut, TILE), inside.shape)
-        units = np.broadcast_to(number % self.units, inside.shape)
-        return _Rows(inside.ravel(), ahead.ravel(), lengths.ravel(), units.ravel())
-
-    def _left_over(
-        self,
-        section: Section,
-        tensor: torch.Tensor,
-        step: tuple[int, int, int, int],
-        kind: int,
-    ) -> Loose:
-        import torch
-
-        size = DTYPE_BYTES[section.dtype]
-        heads, tokens, dim = section.shape
-        bits = tensor.view(getattr(torch, INTEGERS[size]))
-        shape = (heads, self.tokens, dim)
-        return Loose(bits, section.offset, size, shape, tokens, step[1:], kind)
-
-    def _join(self, rows: Sequence[_Rows], places: Numbers) -> None:
-        counts = [len(r.inside) for r in rows]
-        offsets, addresses, kinds = np.repeat(places, counts, axis=0).T
-        empty = np.zeros(0, np.int64)
-        self._inside = np.concatenate([empty, *(r.inside for r in rows)]) + offsets
-        self._address = np.concatenate([empty, *(r.ahead for r in rows)]) + addresses
-        self._units = np.concatenate([empty, *(r.units for r in rows)])
-        self._kinds = kinds
-        self.lengths: list[int] = np.concatenate([empty, *(r.lengths for r in rows)]).tolist()
-
-    def _tiles(self, sections: Sequence[Section], counts: Sequence[int]) -> Iterator[_Tile]:
-        at = count = size = 0
-        cuts: list[slice] = []
-        for number, section in enumerate(sections):
-            if cuts and size + section.nbytes > TILE:
-                yield _Tile(count, cuts, more=False, whole=True)
-                count, size, cuts = 0, 0, []
-            if section.nbytes <= _WHOLE:
-                count, size = count + counts[number], size + section.nbytes
-                cuts.append(self.cuts[number])
-                at += counts[number]
-                continue
-            low, rows = section.offset, 0
-            for row in range(at, at + counts[number]):
-                rows, size = rows + 1, size + self.lengths[row]
-                last = row == at + counts[number] - 1
-                if size >= TILE or last:
-                    high = section.end if last else low + size
-                    yield _Tile(rows, [slice(low, high)], more=not last, whole=False)
-                    low, rows, size = high, 0, 0
-            at += counts[number]
-        if cuts:
-            yield _Tile(count, cuts, more=False, whole=True)
-
-    def rows(self, shifts: Numbers, frames: Numbers) -> tuple[Numbers, Numbers]:
-        """Addresses of each row of each block: in the view, and in its frame."""
-        near = self._address[:, None] + shifts[self._kinds, :, self._units]
-        return near.T, frames[:, None] + self._inside
+        rows, width = mine, dim
+        if token == dim or mine == 1:
+            rows, width = 1, mine * dim
+            if self.units == 1 and (head == width or heads == 1):
+                heads, width = 1, heads * width
+        return heads, head * size, rows, token * size, width * size
 
     def shifts(self, view: View, starts: Sequence[int]) -> Numbers:
         """Bytes from the beginning of a tensor to each range: ``[kind, block, unit]``.
@@ -230,7 +127,7 @@ class Grid:
         units = np.arange(self.units, dtype=np.int64) * self.tokens
         first = np.array(starts, np.int64)[:, None] + units
         pages, lows = view.locate_in(self._layer, first.ravel(), self.tokens)
-        found = [pages * page + lows * token for page, token in self._steps]
+        found = [pages * page + lows * token for page, token in self._distances]
         return np.array(found, np.int64).reshape(len(found), len(starts), self.units)
 
 

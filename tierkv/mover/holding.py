@@ -72,7 +72,14 @@ class Holding(ABC):
         self._reservation = reservation
         self._open = {i for i, o in enumerate(reservation.outcomes) if o.generation}
         self._sealed: dict[int, StoredPart] = {}
-        self._sizes = {i: frame_bytes(pipeline, batch[i]) for i in self._open}
+        sizes: dict[tuple[int, int], int] = {}
+        self._sizes: dict[int, int] = {}
+        for index in self._open:
+            new = batch[index]
+            kind = new.group, new.tokens
+            if kind not in sizes:
+                sizes[kind] = frame_bytes(pipeline, new)
+            self._sizes[index] = sizes[kind]
         self._signals: dict[PartId, Signal] = {}
         self._expires = None if plan.ttl is None else core.wall() + plan.ttl
         if announced:
@@ -103,6 +110,8 @@ class Holding(ABC):
     def in_use(self, index: int) -> bool:
         """Whether somebody reads an older copy, whose memory adopting this one would free."""
         core, level = self.core, self.level
+        if not core.decisions.has(self._batch[index].part, level.index):
+            return False  # nearly always: what is stored is new
         state = core.decisions.state(self._batch[index].part, core.clock())
         copied = any(tier != level.index for tier in state.pending)
         return level.index in state.tiers and (copied or state.leases > 0)

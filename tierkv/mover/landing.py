@@ -17,6 +17,7 @@ from tierkv.mover.collecting import collect
 from tierkv.mover.core import INLINE_BYTES, derivation, stored_part
 from tierkv.mover.rawparts import (
     is_right,
+    land_run,
     prepare_all,
     together_bytes,
     verify_and_write,
@@ -187,7 +188,8 @@ class Landing:
         checked: list[Ready] = []
         size = 0
         plainly = not items[0].step.plan.view.owned_by_engine and not self._above
-        for item in items:
+        done = 0 if self._above else land_run(items, self._stopped)
+        for item in items[done:]:
             if self._stopped():
                 return  # whoever waits for this was cancelled, and has to wait for its end
             if item.bad is not None:

@@ -23,6 +23,8 @@ class Level:
     Attributes:
         index: Its number, fastest first.
         backend: Who holds its bytes.
+        memory: The backend, if the engine can address its bytes.
+        resident: The backend, if its frames are in a device's memory.
         write_through: Whether new parts are copied here at once.
         candidate: The chain that is used where it pays (codec ``"auto"``); None: the chain is
             fixed.
@@ -48,11 +50,13 @@ class Level:
         "failures",
         "flying",
         "index",
+        "memory",
         "probed",
         "probes",
         "probing",
         "progress",
         "purging",
+        "resident",
         "stalled",
         "stuck",
         "timer",
@@ -69,6 +73,9 @@ class Level:
     ) -> None:
         self.index = index
         self.backend = backend
+        # asked for a part at a time: an isinstance() of an abstract class is no small thing there
+        self.memory = backend if isinstance(backend, MemoryBackend) else None
+        self.resident = backend if isinstance(backend, ResidentBackend) else None
         self.write_through = write_through
         self.candidate = candidate
         self.doomed: list[tuple[PartId, int]] = []
@@ -104,13 +111,3 @@ class Level:
     def take_chain(self, chain: str) -> None:
         """Make further frames with another chain; only while nothing is reserved here."""
         self._chain = chain
-
-    @property
-    def memory(self) -> MemoryBackend | None:
-        """The backend, if the engine can address its bytes."""
-        return self.backend if isinstance(self.backend, MemoryBackend) else None
-
-    @property
-    def resident(self) -> ResidentBackend | None:
-        """The backend, if its frames are in a device's memory."""
-        return self.backend if isinstance(self.backend, ResidentBackend) else None

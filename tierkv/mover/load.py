@@ -21,6 +21,7 @@ from tierkv.mover.departing import Departures, leave
 from tierkv.mover.fetch import Wanted
 from tierkv.mover.inplace import Place
 from tierkv.mover.landing import Landing
+from tierkv.mover.plain import load_plainly
 from tierkv.mover.scattering import Target, target_of
 from tierkv.mover.steps import Step, steps, stop
 
@@ -150,7 +151,9 @@ async def load(
         for plan in plans:
             stack.enter_context(plan.lease)
         if _is_near(core, plans):
-            await _load_near(core, fetcher, plans, deadline)
+            limit = _NEAR_BYTES if deadline is None else SLICE_BYTES
+            if len(plans) > 1 or await load_plainly(core, fetcher, plans[0], limit, deadline):
+                await _load_near(core, fetcher, plans, limit, deadline)
         else:
             run = _Run(core, fetcher, plans, deadline)
             try:
@@ -187,11 +190,10 @@ def _near_windows(plans: Sequence[LoadPlan], limit: int) -> Iterator[list[Step]]
 
 
 async def _load_near(
-    core: Core, fetcher: Fetcher, plans: Sequence[LoadPlan], deadline: float | None
+    core: Core, fetcher: Fetcher, plans: Sequence[LoadPlan], limit: int, deadline: float | None
 ) -> None:
-    """Load what is in RAM already: verify and copy, window by window."""
-    reached: dict[int, int] = {}
-    limit = _NEAR_BYTES if deadline is None else SLICE_BYTES
+    """Load what is in RAM already, behind what is in place: verify and copy, by the window."""
+    reached = {id(plan): plan.progress.blocks for plan in plans}
     for window in _near_windows(plans, limit):
         landing = Landing(core, fetcher, window)
         await landing.begin(reached)

@@ -6,16 +6,17 @@ looked up for all blocks of a window first, and what lies in rows is copied by a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final
 
 from tierkv.errors import CodecError, IntegrityError
 from tierkv.mover.blockcopies import Blocks
-from tierkv.mover.grids import WORTHWHILE, grid_of
+from tierkv.mover.grids import grid_of, worthwhile
 from tierkv.mover.rawcopies import all_raw, copy_pairs, raw_pairs
 from tierkv.sections import digests
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierkv.abc import View
     from tierkv.mover.scattering import Arrived
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "is_right",
+    "land_run",
     "prepare",
     "prepare_all",
     "prepare_together",
@@ -31,18 +33,14 @@ __all__ = [
     "write_together",
 ]
 
-_TOGETHER_BYTES = 1024 * 1024
-"""Blocks are verified, and then copied while they are in the cache still, so many bytes at once: a
-large block by itself, small ones together, which saves calls."""
-_LOOSE_BYTES = 32 * 1024 * 1024
-"""Where torch copies a section of many blocks in one operation, that is worth more: what a caller
-that is cancelled may have to wait for."""
+_TOGETHER_BYTES: Final = 1024 * 1024
+"""Blocks that were looked at one by one are verified so many bytes at a time, and then written."""
 
 
 def together_bytes(item: Ready) -> int:
     """How many bytes of blocks like this one to verify before they are written together."""
-    loose = any(part.blocks is not None and part.blocks.grid.loose for part in item.parts)
-    return _LOOSE_BYTES if loose else _TOGETHER_BYTES
+    known = [part.blocks.together for part in item.parts if part.blocks is not None]
+    return max(known, default=_TOGETHER_BYTES)
 
 
 def prepare_all(opened: Sequence[tuple[Arrived, int, Ready]], view: View) -> None:
@@ -87,7 +85,7 @@ def prepare_together(parts: Sequence[tuple[Arrived, int]], view: View) -> list[t
         assert header is not None
         grid = None
         starts, frames = [start for _, start in group], [part.memory for part, _ in group]
-        if len(group) * len(header.sections) >= WORTHWHILE:
+        if worthwhile(len(group), header.sections):
             grid = grid_of(view, header.sections, header.tokens, starts, writing=True)
         if grid is None:
             rest += group
@@ -132,6 +130,60 @@ def write_together(parts: Sequence[Arrived]) -> None:
         first = last
 
 
+def land_run(items: Sequence[Ready], stopped: Callable[[], bool]) -> int:
+    """Verify and write the leading blocks that lie in RAM, raw, exact, and of one part each.
+
+    For a worker, inside ``view.writing()``. What this is not for, or what is damaged, has to be
+    looked at by itself.
+
+    Args:
+        items: Prepared blocks of one host view, in order.
+        stopped: Asked between groups of blocks; once it is true, nothing more is written.
+
+    Returns:
+        How many are in place: they are marked as done.
+    """
+    run = list(takewhile(_is_plain, items))
+    done = 0
+    while done < len(run) and not stopped():
+        first = run[done].parts[0]
+        blocks, number, checked = first.blocks, first.number, first.checked
+        assert blocks is not None
+        parts: list[Arrived] = []
+        for item in run[done:]:
+            part = item.parts[0]
+            if part.blocks is not blocks or part.number != number + len(parts):
+                break
+            if part.checked is not checked:
+                break
+            parts.append(part)
+        due = [part.header.digests for part in parts if part.header is not None]
+        loosely = run[0].step.plan.view.owned_by_engine
+        right = blocks.land(
+            number,
+            number + len(parts),
+            None if checked else due,
+            loosely=loosely,
+            stopped=stopped,
+        )
+        for item in run[done : done + right]:
+            item.done = item.parts[0].checked = True
+        done += right
+        if right < len(parts):
+            break
+    return done
+
+
+def _is_plain(item: Ready) -> bool:
+    if item.bad is not None or item.step.flights or len(item.parts) != 1:
+        return False
+    part = item.parts[0]
+    header = part.header
+    if part.blocks is None or header is None or part.placed:
+        return False
+    return not header.folded and header.fidelity == "exact"
+
+
 def is_right(item: Ready) -> bool:
     """Verify a block whose parts lie in RAM and are prepared, exact KV, with few calls.
 
@@ -163,7 +215,7 @@ def verify_and_write(part: Arrived) -> bool:
     header, copies, blocks = part.header, part.copies, part.blocks
     if header is None or part.checked:
         return False
-    if blocks is not None and blocks.grid.tiles and not header.folded:
+    if blocks is not None and blocks.stepwise and not header.folded:
         if not blocks.checked_scatter(part.number, header.digests):
             raise IntegrityError("a section is damaged; treat the part as missing")
         part.checked = part.written = True

@@ -87,8 +87,9 @@ def steps(plans: Sequence[LoadPlan], *, near: bool = False) -> Iterator[Step]:
     none: dict[PartId, Any] = {}
     for plan in plans:
         parts = iter(plan.found.parts)
-        ahead = next(parts, None)
-        for block in range(plan.first, plan.found.blocks):
+        begin = plan.progress.blocks  # what is before it is in place
+        ahead = next((part for part in parts if part.block >= begin), None)
+        for block in range(begin, plan.found.blocks):
             mine = []
             while ahead is not None and ahead.block == block:
                 mine.append(ahead)

@@ -18,6 +18,7 @@ device does it, and :meth:`Pipeline.seal` makes it a frame; other chains encode 
 
 from tierkv.chains import parse_chain, parse_chains
 from tierkv.pipeline.coding import Pipeline
+from tierkv.pipeline.likeness import Like, Stamp, likeness
 from tierkv.pipeline.planning import Encoded, PartLabel
 from tierkv.pipeline.raw import TILE
 from tierkv.sections import deliver, layer_range, open_frame, verify
@@ -25,10 +26,13 @@ from tierkv.sections import deliver, layer_range, open_frame, verify
 __all__ = [
     "TILE",
     "Encoded",
+    "Like",
     "PartLabel",
     "Pipeline",
+    "Stamp",
     "deliver",
     "layer_range",
+    "likeness",
     "open_frame",
     "parse_chain",
     "parse_chains",

@@ -137,8 +137,9 @@ class LeasedPrefix:
         session.end_turn()
         core = session.runtime.core
         # layer-wise loads read ranges, which leaves the parts where they are
-        far = any(core.levels[p.tier].memory is None for p in self._found.parts)
-        if far and not core.closed and self._layers and any(p.blocks for p in session.lineage):
+        if not self._layers or core.closed or not any(p.blocks for p in session.lineage):
+            return
+        if any(core.levels[p.tier].memory is None for p in self._found.parts):
             session.promote(self._keys)
 
     def _take(self, found: Found) -> None:

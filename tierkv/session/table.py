@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher
+    from tierkv.pipeline import Like
     from tierkv.prefetch import Prefetcher
     from tierkv.traces.recording import Recorder
 
@@ -80,6 +81,7 @@ class SessionState:
         tail: Its private partial block.
         kept: Leading blocks of its history that it was asked to store.
         turns: Who may change it now.
+        likes: What its blocks in memory have in common, by the group as it stands in their names.
         gone: Whether it was destroyed; handles on it may still be open.
     """
 
@@ -103,6 +105,7 @@ class SessionState:
         self.kept = 0
         self.gone = False
         self.turns = Turns(name)
+        self.likes: dict[bytes, Like] = {}
 
     def __repr__(self) -> str:
         return f"<session {self.id!r}: {self.chain!r}, {self.handles} open>"
