@@ -2,9 +2,9 @@
 
 Checks the conformance suites of devices and of device tiers, round trips of engines over
 device, host and nvme tiers with dense and paged views in device memory (whole, layer by layer,
-layer-wise stores), checksums made on the device against those of the host, the speed of copies from
-and to pinned memory against torch's own, how far copies hide behind compute, and which way device
-memory goes to files. Run it where a GPU is::
+layer-wise stores), checksums made on the device against those of the host, codecs in device memory
+against those of the host, the speed of copies from and to pinned memory against torch's own, how
+far copies hide behind compute, and which way device memory goes to files. Run it where a GPU is::
 
     python -m benchmarks.gpu_check [--json]
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import mmap
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tierkv
-from benchmarks.report import emit, paired
+from benchmarks import gpu_codecs
+from benchmarks.gpu_copies import copies, overlap, row
+from benchmarks.report import emit
 from tierkv.abc import Move
 from tierkv.abc.direct import DirectBackend
 from tierkv.config import Tier
@@ -37,22 +39,15 @@ from tierkv.registry import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from benchmarks.report import Cell
-    from tierkv.abc import Backend, Device, Stream, View
+    from benchmarks.gpu_copies import Row
+    from tierkv.abc import Backend, Device, View
 
 __all__ = ["rows"]
 
 _MIB = 1 << 20
-_CHUNK = 64 * _MIB
 _BLOCK, _HEADS, _DIM, _LAYERS = 16, 4, 64, 6
 _TIERS = ("device", "device+host", "device+nvme", "device+host+nvme", "host", "nvme", "host+nvme")
 _VIEWS = (("dense", "paged HND"), ("paged HND", "dense"), ("paged NHD", "paged NHD"))
-_COPY_BOUND, _OVERLAP_BOUND = 0.9, 0.7
-Row = dict[str, "Cell"]
-
-
-def _row(what: str, value: Cell, bound: str = "-", *, ok: bool = True) -> Row:
-    return {"what": what, "value": value, "bound": bound, "ok": ok}
 
 
 # --------------------------------------------------------------------------- suites
@@ -87,19 +82,21 @@ def _suites(name: str, folder: Path) -> Iterator[Row]:
 
 def _tests() -> Iterator[Row]:
     """What only a GPU can show, where the tests are at hand."""
-    place = Path(__file__).parent.parent / "tests" / "device"
-    if not place.is_dir():
-        return
-    command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(place)]
-    done = subprocess.run([sys.executable, *command], stdout=sys.stderr, check=False)
-    yield _row("pytest -m gpu tests/device", done.returncode, "0", ok=done.returncode == 0)
+    tests = Path(__file__).parent.parent / "tests"
+    for name in ("device", "codecs"):
+        if (tests / name).is_dir():
+            command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+            done = subprocess.run(
+                [sys.executable, *command, str(tests / name)], stdout=sys.stderr, check=False
+            )
+            yield row(f"pytest -m gpu tests/{name}", done.returncode, "0", ok=not done.returncode)
 
 
 def _verdict(what: str, failed: dict[str, str], suite: type) -> Iterator[Row]:
     for name, why in failed.items():
         print(f"{what}: {name}: {why}", file=sys.stderr)
     total = sum(name.startswith("test_") for name in dir(suite))
-    yield _row(f"{what}: {total} checks, failed", len(failed), "0", ok=not failed)
+    yield row(f"{what}: {total} checks, failed", len(failed), "0", ok=not failed)
 
 
 # --------------------------------------------------------------------------- round trips
@@ -206,7 +203,7 @@ def _trips(name: str, where: str, folder: Path) -> Iterator[Row]:
                     good = False
                 if not good:
                     bad.append(f"{write} to {read}{', by layers' if layers else ''}")
-        yield _row(f"round trips over {kinds}: wrong", ", ".join(bad) or 0, "0", ok=not bad)
+        yield row(f"round trips over {kinds}: wrong", ", ".join(bad) or 0, "0", ok=not bad)
 
 
 def _folds(device: Device) -> Row:
@@ -222,112 +219,19 @@ def _folds(device: Device) -> Row:
         wrong += fold_digests(numbers.cpu()) != [
             fold(memoryview(bytearray(data.numpy().tobytes())))
         ]
-    return _row("checksums that differ from the host's", wrong, "0", ok=not wrong)
+    return row("checksums that differ from the host's", wrong, "0", ok=not wrong)
 
 
-# --------------------------------------------------------------------------- speed
+# --------------------------------------------------------------------------- the rest
 
 
-def _pieces(there: torch.Tensor, host: torch.Tensor) -> Iterator[tuple[str, list[Move]]]:
-    """Ways in which frames in host memory meet memory in the device, as copies into the device."""
-    yield "whole", [Move(there, host)]
-    size = min(65_536, there.numel())
-    rows, others = there.view(-1, size), host.view(-1, size)
-    order = torch.randperm(len(rows)).tolist()
-    yield "64 KiB pieces, shuffled", [Move(rows[at], others[n]) for n, at in enumerate(order)]
-    # a section [heads, 64 tokens, dim] of a frame, in pages of 16 tokens
-    heads, page, dim = 8, 16, 128
-    sections = host.view(torch.int16).view(-1, heads, 4 * page, dim)
-    for name, shape in (("HND", (heads, page, dim)), ("NHD", (page, heads, dim))):
-        pages = there.view(torch.int16).view(-1, *shape)
-        turned = pages if name == "HND" else pages.transpose(1, 2)
-        pairs = [
-            (turned[4 * n + q], s[:, q * page : (q + 1) * page])
-            for n, s in enumerate(sections)
-            for q in range(4)
-        ]
-        yield f"pages of 16 tokens, {name}", [Move(t, s) for t, s in pairs]
-
-
-def _copies(device: Device, where: str, nbytes: int, repeats: int) -> Iterator[Row]:
-    """Batches between registered host memory and the device, against one copy of torch's."""
-    gpu = where != "cpu"
-    arena = mmap.mmap(-1, nbytes)
-    chunks = [memoryview(arena)[a : a + _CHUNK] for a in range(0, nbytes, _CHUNK)]
-    pinned = sum(device.pin(chunk) for chunk in chunks)
-    yield _row(
-        "chunks of host memory registered",
-        f"{pinned} of {len(chunks)}",
-        ok=not gpu or pinned == len(chunks),
-    )
-    host = torch.frombuffer(arena, dtype=torch.uint8)
-    there, raw = device.allocate(nbytes), torch.ones(nbytes, dtype=torch.uint8, device=where)
-    mine = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
-    assert there is not None
-    there.fill_(1)
-    host.fill_(1)
-    for name, moves in _pieces(there, host):
-        back = [Move(source, target) for target, source in moves]
-        for way, stream, batch, plain in (
-            ("H2D", device.loads, moves, (raw, mine)),
-            ("D2H", device.stores, back, (mine, raw)),
-        ):
-
-            def ours(batch: list[Move] = batch, stream: Stream = stream) -> None:
-                device.copy(batch, stream)
-                stream.record().synchronize()
-
-            def theirs(plain: tuple[torch.Tensor, torch.Tensor] = plain) -> None:
-                plain[0].copy_(plain[1], non_blocking=True)
-                if gpu:
-                    torch.cuda.synchronize()
-
-            seen, bounded = paired(theirs, ours, repeats), gpu and name == "whole"
-            bound = f">= {_COPY_BOUND}" if bounded else "-"
-            ok = not bounded or seen.ratio.median >= _COPY_BOUND
-            yield _row(f"{way}, {name}: of a raw pinned copy", seen.ratio.median, bound, ok=ok)
-            yield _row(f"{way}, {name}: GB/s", nbytes / seen.b.median / 1e9)
-    for chunk in chunks:
-        device.unpin(chunk)
-        chunk.release()
-
-
-def _overlap(device: Device, where: str, nbytes: int) -> Row:
-    """Share of the shorter of compute and copies that the longer one hides."""
-    gpu = where != "cpu"
-    there = device.allocate(nbytes)
-    assert there is not None
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
-    a = torch.ones(4096 if gpu else 256, 4096 if gpu else 256, device=where)
-    rounds = 1  # of a kernel, until they take as long as the copy
-
-    def compute() -> None:
-        for _ in range(rounds):
-            a @ a
-
-    def copy() -> None:
-        device.copy([Move(there, host)], device.loads)
-
-    def timed(*things: Callable[[], None]) -> float:
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            for thing in things:
-                thing()
-            device.loads.record().synchronize()
-            if gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return sorted(times)[2]
-
-    copying = timed(copy)
-    rounds = max(1, round(copying / timed(compute)))
-    computing, both = timed(compute), timed(compute, copy)
-    hidden = (computing + copying - both) / min(computing, copying)
-    ok = not gpu or hidden >= _OVERLAP_BOUND
-    return _row(
-        "overlap of compute and copies", hidden, f">= {_OVERLAP_BOUND}" if gpu else "-", ok=ok
-    )
+def _codecs(name: str) -> Iterator[Row]:
+    """Codecs in device memory, where Triton is installed."""
+    if name == "cpu" or importlib.util.find_spec("triton") is None:
+        yield row("codecs in device memory", "no Triton, or no device")
+        return
+    for what, value, exact in gpu_codecs.seen(name):
+        yield row(what, value, "0" if exact else "-", ok=not (exact and value))
 
 
 async def _files(device: Device, folder: Path) -> Row:
@@ -345,7 +249,7 @@ async def _files(device: Device, folder: Path) -> Row:
         await backend.aclose()
         await workers.aclose()
     how = "straight from the device" if way is not None else "through host memory"
-    return _row("files", f"{how}, {mode}")
+    return row("files", f"{how}, {mode}")
 
 
 def rows(name: str, *, mib: int = 256, repeats: int = 15) -> Iterator[Row]:
@@ -366,11 +270,12 @@ def rows(name: str, *, mib: int = 256, repeats: int = 15) -> Iterator[Row]:
         devices = Devices()
         device = devices.open(name)
         getattr(device, "ready", lambda: None)()  # kernels are compiled in the background
-        yield _row("device", repr(device))
+        yield row("device", repr(device))
         try:
             yield _folds(device)
-            yield from _copies(device, name, mib * _MIB, repeats)
-            yield _overlap(device, name, mib * _MIB)
+            yield from _codecs(name)
+            yield from copies(device, name, mib * _MIB, repeats)
+            yield overlap(device, name, mib * _MIB)
             yield asyncio.run(_files(device, folder / "files"))
         finally:
             devices.close()
@@ -391,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     begin = time.perf_counter()
     found = list(rows(args.device, mib=args.mib, repeats=args.repeats))
-    found.append(_row("seconds in all", time.perf_counter() - begin))
+    found.append(row("seconds in all", time.perf_counter() - begin))
     emit("gpu_check", found, args.json)
     return 0 if all(row["ok"] for row in found) else 1
 

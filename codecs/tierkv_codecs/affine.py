@@ -36,10 +36,12 @@ __all__ = [
     "Groups",
     "check_finite",
     "check_grouping",
+    "check_row",
     "dtype_name",
     "grouped_as",
     "nearest",
     "read_row",
+    "row_ends",
     "row_of",
     "write_row",
 ]
@@ -145,10 +147,20 @@ def check_finite(name: str, low: torch.Tensor, high: torch.Tensor, dtype: str) -
 
 def _row(first: float, ratio: float) -> NDArray[np.float32]:
     """The steps 0, ``first``, ``first * ratio``, ... in float32, multiplied one by one."""
-    factors = np.full(_STEPS + 1, ratio)
-    factors[:2] = 0.0, first
-    np.cumprod(factors[1:], out=factors[1:])
+    factors = np.empty(_STEPS + 1)
+    factors.fill(ratio)
+    factors[0] = 0.0
+    factors[1] = first
+    used = factors[1:]
+    np.multiply.accumulate(used, out=used)  # cumprod would take twice as long
     return factors.astype(np.float32)
+
+
+def row_ends(least: float, largest: float) -> tuple[float, float]:
+    """First step and ratio of a row: from the least step above 0 to the largest; both 0: none."""
+    first = max(least, largest * _SPREAD, 2.0**-126) if largest > 0 else 1.0
+    span = max(largest, first) / first
+    return first, span ** (1 / (_STEPS - 1)) * (1 + 2.0**-22) if span > 1 else 1.0
 
 
 def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor:
@@ -166,11 +178,8 @@ def write_row(steps: torch.Tensor, out: memoryview, *, up: bool) -> torch.Tensor
 
     flat = steps.reshape(-1)
     least, largest = compiled.bounds(flat) or _bounds(flat)
-    first = max(least, largest * _SPREAD, 2.0**-126) if largest > 0 else 1.0
-    span = max(largest, first) / first
-    ratio = span ** (1 / (_STEPS - 1)) * (1 + 2.0**-22) if span > 1 else 1.0
     head = np.frombuffer(out, np.float32, 2)
-    head[:] = first, ratio
+    head[:] = row_ends(least, largest)
     row = _row(*head.tolist())
     limits = row[1:]
     if not up:
@@ -201,10 +210,19 @@ def row_of(name: str, data: memoryview) -> NDArray[np.float32]:
     Raises:
         CodecError: if the description is none.
     """
+    return _row(*check_row(name, data))
+
+
+def check_row(name: str, data: memoryview) -> tuple[float, float]:
+    """First step and ratio of a description.
+
+    Raises:
+        CodecError: if it is none.
+    """
     first, ratio = np.frombuffer(data, np.float32, 2).tolist()
     if not (0 < first < math.inf and 1 <= ratio < 2):
         raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
-    return _row(first, ratio)
+    return first, ratio
 
 
 def read_row(name: str, data: memoryview, shape: tuple[int, ...]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tierkv_codecs.kernels import kernel
 
-__all__ = ["ROWS", "base_bytes", "center", "period", "restore"]
+__all__ = ["ROWS", "base_bytes", "center", "period", "restore", "wrapped"]
 
 ROWS: Final = 64
 """Rows of a piece, which has a mean for each column; format."""
@@ -92,3 +92,17 @@ def restore(rest: _Bytes, columns: int, base: _Bytes, plane: _Bytes) -> None:
             piece = whole[at : at + ROWS]
             np.add(piece, means[at // ROWS] - np.uint8(_BIAS), out=target[at : at + ROWS])
     np.add(spare, means[-1, : spare.size] - np.uint8(_BIAS), out=over)
+
+
+def wrapped(columns: int, base: _Bytes, more: int) -> _Bytes:
+    """What :func:`restore` adds to each column, for every piece of rows.
+
+    Returns:
+        uint8 ``[pieces, columns + more]``, contiguous: behind the last column the first ones come
+        again, so that ``more`` numbers can be read from any column on.
+    """
+    means = base.reshape(-1, columns) - np.uint8(_BIAS)
+    if more <= columns:
+        return np.concatenate([means, means[:, :more]], axis=1)
+    # an index in brackets would give the transposed order in memory
+    return means.take(np.arange(columns + more) % columns, axis=1)

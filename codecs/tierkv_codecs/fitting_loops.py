@@ -60,15 +60,15 @@ def rotate_rows(
     work: _Array,
     found: _Array,
 ) -> Any:
-    """Rotate rows, norm kept; arguments as in :func:`levels_by_row`.
+    """Rotate rows, norm kept.
 
     Args:
         source: bfloat16 as its bits, uint16 ``[rows, dim]``.
-        root: As in :func:`levels_by_row`, and so on.
-        sign: float32.
+        root: float32 ``[dim]``.
+        sign: float32 ``[dim * 16]``, each sixteen times.
         starts: First number of each piece.
         sizes: Length of each piece.
-        work: float32.
+        work: float32 ``[2, dim * 16]``.
         found: float32 ``[rows / 16, dim * 16]``, rounded up: number by number, sixteen rows to a
             tile; 0 beyond the last row.
 

@@ -9,7 +9,7 @@ Encoding: the magnitude of each group, then one e4m3 byte per element, in C orde
 
 Passes over memory: encode reads the source twice (magnitudes, codes); decode reads the bytes and
 writes the target once, in tiles that stay in the cache. With the extra ``fast``, decoding to
-contiguous bfloat16 is one pass.
+contiguous bfloat16 is one pass. Tensors in a GPU's memory: see :mod:`tierkv_codecs.accelerated`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
+from tierkv_codecs import accelerated
 from tierkv_codecs.affine import (
     FLOATS,
     Groups,
@@ -61,7 +62,7 @@ def _magnitudes(source: torch.Tensor, tensor: str) -> torch.Tensor:
     groups = Groups.of(tuple(source.shape), tensor, _WHOLE)
     low, high = groups.extremes(source)
     check_finite("fp8", low, high, dtype_name(source))
-    return high.maximum(-low)
+    return high.maximum(-low).add_(0.0)  # of zeros of both signs, torch takes whichever it likes
 
 
 def _inverse(largest: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ class Fp8(TensorBytesCodec):
         """
         import torch
 
-        if source.numel() == 0:
+        if source.numel() == 0 or accelerated.encode(self, source, tensor, out):
             return
         shape, dtype = tuple(source.shape), dtype_name(source)
         largest = _magnitudes(source, grouped_as(self.grouping, tensor))
@@ -150,7 +151,7 @@ class Fp8(TensorBytesCodec):
         due = self.encoded_bytes(shape, dtype, tensor)
         if len(data) != due:
             raise CodecError(f"fp8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
-        if due == 0:
+        if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE)
         scale = over(data, dtype, groups.shape).float().mul_(1 / _TOP)

@@ -24,7 +24,7 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
-from tierkv_codecs import compiled
+from tierkv_codecs import accelerated, compiled
 from tierkv_codecs.affine import (
     FLOATS,
     GROUP,
@@ -89,7 +89,7 @@ class Grouped(TensorBytesCodec):
         """
         import torch
 
-        if source.numel() == 0:
+        if source.numel() == 0 or accelerated.encode(self, source, tensor, out):
             return
         shape, dtype = tuple(source.shape), dtype_name(source)
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
@@ -125,7 +125,7 @@ class Grouped(TensorBytesCodec):
             raise CodecError(
                 f"{self.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
             )
-        if due == 0:
+        if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)
         row = row_of(self.name, data)

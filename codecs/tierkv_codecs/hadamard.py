@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["pieces", "rotate", "rotate_back", "signs"]
+__all__ = ["pieces", "rotate", "rotate_back", "sign_bits", "signs"]
 
 _SEED = b"tierkv.rotation.1"
 
@@ -39,7 +39,8 @@ def pieces(dim: int) -> tuple[tuple[int, int], ...]:
 
 
 @functools.cache
-def _sign_bits(dim: int) -> tuple[int, ...]:
+def sign_bits(dim: int) -> tuple[int, ...]:
+    """``dim`` times 0 or 1, where 1 turns the sign of a number."""
     bits: list[int] = []
     block = 0
     while len(bits) < dim:
@@ -53,7 +54,7 @@ def signs(dim: int) -> torch.Tensor:
     """``dim`` numbers +1 or -1, float32, the same for ever."""
     import torch
 
-    return torch.tensor(_sign_bits(dim), dtype=torch.float32).mul_(-2).add_(1)
+    return torch.tensor(sign_bits(dim), dtype=torch.float32).mul_(-2).add_(1)
 
 
 def _transform(columns: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
+from tierkv_codecs import accelerated
 from tierkv_codecs.affine import Groups, check_grouping, dtype_name, grouped_as
 from tierkv_codecs.kernels import bits16, kernel
 
@@ -45,7 +46,7 @@ _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _STEPS = 255
 _REFUSED = "int8: NaN, infinite or huge values cannot be quantised"
 _WHOLE = 1 << 62  # a group is a whole channel of the block, or a whole row
-_TILE = 1 << 19  # numbers worked on at once: calls take long beside the arithmetic of fewer
+_TILE = 1 << 20  # numbers worked on at once: memory is slow to begin with, at every call
 
 
 class _PerThread(threading.local):
@@ -106,6 +107,8 @@ def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     scale = (high - low).div_(_STEPS)
     # below the normal numbers a reciprocal overflows: such a range is one step wide
     tiny = torch.finfo(scale.dtype).tiny
+    if float(scale.amin()) >= tiny:
+        return scale
     return scale.masked_fill_((scale < tiny) & (high > low), tiny)
 
 
@@ -206,7 +209,7 @@ class Int8(TensorBytesCodec):
             CodecError: if a value is NaN, infinite, or too large for the arithmetic.
         """
         shape, dtype = tuple(source.shape), dtype_name(source)
-        if source.numel() == 0:
+        if source.numel() == 0 or accelerated.encode(self, source, tensor, out):
             return
         groups = self._groups(shape, tensor)
         if _encode_fast(source, groups, out):
@@ -234,7 +237,7 @@ class Int8(TensorBytesCodec):
         due = self.encoded_bytes(shape, dtype, tensor)
         if len(data) != due:
             raise CodecError(f"int8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
-        if due == 0:
+        if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = self._groups(shape, tensor)
         if _decode_fast(data, groups, into):

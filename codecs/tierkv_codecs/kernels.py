@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["CALLS", "available", "bits16", "kernel"]
 
 
-_MODULES = ("affine_loops", "byte_loops", "fitting_loops", "loops", "rotation_loops")
+_MODULES = (
+    "affine_loops",
+    "byte_loops",
+    "fitting_loops",
+    "loops",
+    "rans_loops",
+    "rotation_loops",
+)
 CALLS: Final = {
+    "encoding_tables": ("spread_places",),
     "field_by_channel": ("group_of",),
     "fit_rows": ("repeated", "squares", "summed", "weighed"),
-    "levels_by_row": ("lane_by_lane", "paired", "rounded", "transform"),
     "nearest_levels": ("counted", "lane_by_lane", "repeated"),
     "rotate_rows": ("magnitude", "side_by_side", "signed", "transform"),
+    "slots_of_shares": ("spread_places",),
     "transform": ("eight", "eight_scaled", "four", "two"),
     "two_fields_by_channel": ("group_of",),
 }

@@ -10,7 +10,7 @@ from tierkv_codecs.hadamard import pieces
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEVELS", "cuts", "look_up", "root", "upper"]
+__all__ = ["LEVELS", "cuts", "levels", "look_up", "root", "upper"]
 
 LEVELS: Final = {
     2: (0.4528, 1.5104),
@@ -27,11 +27,16 @@ def _all(bits: int) -> torch.Tensor:
     return torch.tensor([*(-x for x in reversed(half)), *half], dtype=torch.float32)
 
 
+def levels(bits: int) -> tuple[float, ...]:
+    """All levels, from the lowest on: float32 numbers."""
+    return tuple(_all(bits).tolist())
+
+
 @functools.cache
 def cuts(bits: int) -> tuple[Any, ...]:
     """Limits between the levels: float32 numbers, as a tuple for loops."""
-    levels = _all(bits)
-    return tuple((levels[:-1] + levels[1:]).mul_(0.5).numpy())
+    all_ = _all(bits)
+    return tuple((all_[:-1] + all_[1:]).mul_(0.5).numpy())
 
 
 @functools.cache

@@ -4,53 +4,52 @@ Method: the exponents of KV take few values and its mantissas all of them, so th
 a third once the two are told apart (ZipNN, Hershcovitch et al., arXiv 2411.05239; Heilper and
 Singer, arXiv 2508.19263). Words are rotated left by one bit first, which puts the whole exponent
 of bfloat16 and float32 into one byte and the sign beside the mantissa. Exponents have no memory:
-looking for repeats loses ratio and time, so that zstd codes literals only (plain zstd reaches
-1.27 on bfloat16 KV, planes 1.48 to 1.50).
+looking for repeats loses ratio and time. Where the processor has what it takes, the most
+significant plane is coded in lanes (:mod:`tierkv_codecs.rans`), the others, and elsewhere all, by
+zstd, literals only (plain zstd reaches 1.27 on bfloat16 KV, planes with zstd 1.48 to 1.50, with
+lanes 1.50 to 1.52).
 
-The codec sees bytes, not a dtype: it takes the width of a word (1, 2, 4 or 8 bytes) for which the
-order-0 entropy of a sample is least. A wrong width costs ratio and nothing else.
+The codec sees bytes, not a dtype, and finds the width of a word (:mod:`tierkv_codecs.widths`).
 
 Keys have a second kind of order: the exponents of a channel hardly change. Where that pays, the
 most significant plane is centred (:mod:`tierkv_codecs.centering`), and its means are one more part.
 
 Encoding: one byte of width; if the last plane is centred, 64 is added to it and the length of a row
 follows (u16); then for each plane, least significant first, and for the means, a u32 (length of the
-zstd frame; 0: stored as it is); then the planes, the means, and the bytes that fill no word. All
-integers are little-endian.
+coded part; 0: stored as it is); then the planes, the means, and the bytes that fill no word. A part
+is a frame of zstd if it begins with 0x28, and is coded in lanes if it begins with 1; every machine
+reads both. All integers are little-endian.
 
 Passes over memory, 2-byte words: encode reads the source once and writes two planes, in tiles that
-stay in the cache, and zstd reads one of them; decode writes one plane (zstd) and then reads both
-and writes the target once. With the extra ``fast`` a tile is one loop instead of six.
+stay in the cache, and one of them is read and coded; decode reads the lower plane and writes the
+target once, coded lanes becoming words in registers. Without vectors, decode writes the upper plane
+first, and then reads both. With the extra ``fast`` a tile is one loop instead of six.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import zstandard
 
 from tierkv.abc import BytesCodec
 from tierkv.errors import CodecError
-from tierkv_codecs.centering import base_bytes, center, period, restore
+from tierkv_codecs import rans, rans_reading
+from tierkv_codecs.centering import base_bytes, center, period, restore, wrapped
 from tierkv_codecs.frames import decode_frame
 from tierkv_codecs.kernels import kernel
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from tierkv_codecs.widths import SAMPLE, WIDTHS, choose, entropy, rotated
 
 __all__ = ["Planes"]
 
-_WIDTHS = (1, 2, 4, 8)
 _TILE = 1 << 14  # words: source, target and temporary of a tile stay in the cache
-_SAMPLE = 512  # groups of 8 bytes looked at to find the width
-_WORTH = 0.1  # bits a byte by which a wider word must win
-_NOISE = 7.85  # bits a byte from which on a plane is left alone
 _MAX_PLANE = (1 << 32) - 1
 _CENTERED = 0x40  # added to the width: the most significant plane is centred
 _MIN_PLANE = 64  # zstd's own header would eat the gain
+_MIN_LANES = 12_000  # the states of lanes would, and the time to set their loop up
 
 _Bytes = Any  # NDArray[np.uint8]; numpy's stubs make arithmetic on it unreadable
 
@@ -81,58 +80,6 @@ class _PerThread(threading.local):
 _own = _PerThread()
 
 
-def _entropy_terms() -> NDArray[np.float64]:
-    counts = np.arange(8 * _SAMPLE + 1, dtype=np.float64)
-    counts[0] = 1.0
-    return counts * np.log2(counts)
-
-
-_TERMS = _entropy_terms()
-
-
-def _plane_numbers() -> NDArray[np.intp]:
-    """For each byte of the sample, once for each width: 256 times the number of its plane."""
-    numbers, first = [], 0
-    for width in _WIDTHS:
-        numbers.append(np.tile(first + np.arange(width), 8 * _SAMPLE // width))
-        first += width
-    return 256 * np.concatenate(numbers).astype(np.intp)
-
-
-_PLANES = sum(_WIDTHS)
-_NUMBERS = _plane_numbers()
-
-
-def _rotated(data: _Bytes, width: int) -> _Bytes:
-    """Words rotated left by one bit, as bytes; bytes stay as they are."""
-    if width == 1:
-        return data
-    words = data.view(f"<u{width}")
-    return ((words << 1) | (words >> (8 * width - 1))).view(np.uint8)
-
-
-def _choose(data: _Bytes) -> tuple[int, list[bool]]:
-    """Width of a word, and which planes are worth coding."""
-    groups = data.size // 8
-    if groups < _SAMPLE:  # too little to tell: the commonest width, and zstd decides
-        return (2, [True, True]) if data.size > 1 else (1, [True])
-    whole = data[: groups * 8].reshape(-1, 8)
-    sample = whole[:: groups // _SAMPLE][:_SAMPLE].reshape(-1)
-    keys = np.concatenate([_rotated(sample, width) for width in _WIDTHS]) + _NUMBERS
-    counts = np.bincount(keys, minlength=256 * _PLANES).reshape(_PLANES, 256)
-    totals = counts.sum(1)
-    # order-0 entropy in bits a byte, corrected for the size of the sample (Miller and Madow)
-    noise = (np.count_nonzero(counts, axis=1) - 1) / (2 * np.log(2) * totals)
-    bits = np.log2(totals) - _TERMS[counts].sum(1) / totals + noise
-    best, least, coded, first = 1, float("inf"), [True], 0
-    for width in _WIDTHS:
-        mine = bits[first : first + width]
-        first += width
-        if (mean := float(mine.mean())) < least - _WORTH:
-            best, least, coded = width, mean, [bool(b < _NOISE) for b in mine]
-    return best, coded
-
-
 def _split(data: _Bytes, width: int, planes: _Bytes) -> None:
     """Write word ``i``'s byte ``j``, rotated, to ``planes[j, i]``."""
     if width == 1:
@@ -143,7 +90,7 @@ def _split(data: _Bytes, width: int, planes: _Bytes) -> None:
         fast(data.view("<u2"), planes[0], planes[1])
         return
     for at in range(0, planes.shape[1], _TILE):
-        tile = _rotated(data[at * width : (at + _TILE) * width], width)
+        tile = rotated(data[at * width : (at + _TILE) * width], width)
         if width == 2:
             words = tile.view("<u2")
             np.copyto(planes[0, at : at + _TILE], words, casting="unsafe")
@@ -188,7 +135,7 @@ class Planes(BytesCodec):
         if len(data) > _MAX_PLANE:
             return None
         source = np.frombuffer(data, np.uint8)
-        width, coded = _choose(source)
+        width, coded = choose(source)
         count = source.size // width
         room = _own.room(count * (width + 1))
         planes = room[: count * width].reshape(width, count)
@@ -201,12 +148,13 @@ class Planes(BytesCodec):
             header += columns.to_bytes(2, "little")
             parts[-1:] = [(room[count * width :], True), (base, True)]
         stored: list[Any] = []
-        for plane, worth in parts:
+        for i, (plane, worth) in enumerate(parts):
             due = plane.size
-            packed = _own.compressor.compress(plane.data) if worth and due > _MIN_PLANE else b""
-            used = 0 < len(packed) < due - due // 32  # worth decoding from 3 % on
-            header += (len(packed) if used else 0).to_bytes(4, "little")
-            stored.append(np.frombuffer(packed, np.uint8) if used else plane)
+            packed = _packed(plane, top=i == width - 1 <= 3) if worth and due > _MIN_PLANE else []
+            length: int = sum(piece.size for piece in packed)
+            used = 0 < length < due - due // 32  # worth decoding from 3 % on
+            header += (length if used else 0).to_bytes(4, "little")
+            stored += packed if used else [plane]
         pieces = [np.frombuffer(header, np.uint8), *stored, source[count * width :]]
         size: int = sum(piece.size for piece in pieces)
         if size > len(out):
@@ -227,26 +175,70 @@ class Planes(BytesCodec):
             return
         width, columns, sizes, at = _header(data, len(out))
         count = len(out) // width
-        target = np.frombuffer(out, np.uint8)
-        target[count * width :] = np.frombuffer(data, np.uint8)[len(data) - len(out) % width :]
+        target, source = np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8)
+        target[count * width :] = source[len(data) - len(out) % width :]
         if not count:
             return
         room = _own.room(count + sum(due for due, length in sizes if length))
-        planes, used = [], count
+        parts, used = [], count
         for due, length in sizes:
-            piece = data[at : at + (length or due)]
-            at += len(piece)
-            if length:
-                decode_frame(self.name, piece, room[used : used + due].data)
-                planes.append(room[used : used + due])
-                used += due
-            else:
-                planes.append(np.frombuffer(piece, np.uint8))
-        if columns:
-            rest, base = planes[-2:]
-            planes[-2:] = [room[:count]]
-            restore(rest, columns, base, room[:count])
-        _merge(planes, width, target[: count * width])
+            parts.append(_Part(source, at, at + (length or due), room[used : used + due], length))
+            at += length or due
+            used += due if length else 0
+        base = parts.pop().plain() if columns else None
+        words = target[: count * width]
+        if width == 2 and _merged_at_once(parts, columns, base, words.view("<u2")):
+            return
+        planes = [part.plain() for part in parts]
+        if base is not None:
+            restore(planes[-1], columns, base, room[:count])
+            planes[-1] = room[:count]
+        _merge(planes, width, words)
+
+
+class _Part(NamedTuple):
+    """A plane, or the means, as it is stored: ``source[start:end]``; ``length`` is 0 if plain."""
+
+    source: _Bytes
+    start: int
+    end: int
+    room: _Bytes
+    length: int
+
+    @property
+    def interleaved(self) -> bool:
+        return self.length > 0 and int(self.source[self.start]) == rans.FORMAT
+
+    def plain(self) -> _Bytes:
+        """The bytes of it; in ``room`` where they are coded.
+
+        Raises:
+            CodecError: if it is damaged.
+        """
+        if not self.length:
+            return self.source[self.start : self.end]
+        if self.interleaved:
+            rans_reading.decode(self.source, self.start, self.end, self.room)
+        else:
+            decode_frame(Planes.name, self.source[self.start : self.end].data, self.room.data)
+        return self.room
+
+
+def _merged_at_once(parts: list[_Part], columns: int, base: _Bytes | None, words: Any) -> bool:
+    """Decode the upper plane and put it beside the lower one in one pass, if there is a way."""
+    lower, upper = parts
+    if not (upper.interleaved and rans_reading.at_once(words.size, columns)):
+        return False
+    rows = None if base is None else rans_reading.Rows(columns, wrapped(columns, base, rans.LANES))
+    rans_reading.decode_words(upper.source, upper.start, upper.end, lower.plain(), words, rows)
+    return True
+
+
+def _packed(plane: _Bytes, top: bool) -> list[_Bytes]:
+    """What a plane's encoding consists of; ``top`` tells the most significant one."""
+    if top and plane.size >= _MIN_LANES and rans.quick():
+        return rans.encode(plane)
+    return [np.frombuffer(_own.compressor.compress(plane.data), np.uint8)]
 
 
 def _header(data: memoryview, size: int) -> tuple[int, int, list[tuple[int, int]], int]:
@@ -261,7 +253,7 @@ def _header(data: memoryview, size: int) -> tuple[int, int, list[tuple[int, int]
     parts = width + (columns > 0)
     start = at + 4 * parts
     centered = bool(data[0] & _CENTERED)
-    if width not in _WIDTHS or len(data) < start or centered != (columns > 0) or width < parts - 1:
+    if width not in WIDTHS or len(data) < start or centered != (columns > 0) or width < parts - 1:
         raise CodecError(
             f"planes: words of {width} bytes in rows of {columns}, in an encoding of {len(data)} "
             "bytes"
@@ -282,10 +274,6 @@ def _centered(plane: _Bytes, rest: _Bytes) -> tuple[int, _Bytes | None]:
     if not columns:
         return 0, None
     base = center(plane, columns, rest)
-    terms, bits = _TERMS, []
-    for numbers in (plane, rest):
-        counts = np.bincount(numbers[: 8 * _SAMPLE], minlength=256)
-        total = int(counts.sum())
-        bits.append(np.log2(total) - float(terms[counts].sum()) / total)
     spare = 8 * base.size / plane.size  # bits a byte that the means take at most
-    return (columns, base) if bits[0] - bits[1] > spare else (0, None)
+    pays = entropy(plane[:SAMPLE]) - entropy(rest[:SAMPLE]) > spare
+    return (columns, base) if pays else (0, None)

@@ -18,8 +18,9 @@ Encoding of rotated tensors: the row of steps (8 bytes), one byte of step a row,
 A constant row is not exact: it is rotated like any other. ``k``, and rows of zeros, are.
 
 Passes over memory: in tiles that stay in the cache, a transposition, ``log2(dim)`` steps of the
-transform and the codes. With the extra ``fast`` and contiguous bfloat16, sixteen rows at a time
-go through all steps in memory that the thread keeps; encoding keeps the rotated numbers once.
+transform and the codes. With the extra ``fast`` and contiguous bfloat16, encoding takes sixteen
+rows at a time through all steps in memory that the thread keeps, and keeps the rotated numbers
+once; decoding reads the codes and writes the target, all between is in registers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from tierkv.errors import CodecError
-from tierkv_codecs import rotating
+from tierkv_codecs import accelerated, rotating
 from tierkv_codecs.affine import (
     ROW_BYTES,
     check_finite,
@@ -123,6 +124,8 @@ class Rotated(Grouped):
             CodecError: if a value is NaN, infinite, or too large for the arithmetic.
         """
         shape = tuple(source.shape)
+        if accelerated.encode(self, source, tensor, out):
+            return
         if source.numel() == 0 or self._per_channel(shape, tensor):
             super().encode(source, tensor, out)
             return
@@ -171,6 +174,8 @@ class Rotated(Grouped):
             raise CodecError(
                 f"{self.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
             )
+        if accelerated.decode(self, data, tensor, into):
+            return
         if due == 0 or self._per_channel(shape, tensor):
             super().decode(data, tensor, into)
             return

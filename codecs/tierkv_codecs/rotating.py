@@ -1,12 +1,13 @@
-"""Rotated codecs through compiled loops (:mod:`tierkv_codecs.rotation_loops`).
+"""Rotated codecs through compiled loops and machine code.
 
-Contiguous bfloat16 goes through them where the extra ``fast`` is installed. Callers go on in torch
-where a function here says that it has no loop, with the same result to the bit.
+Contiguous bfloat16 goes through them where the extra ``fast`` is installed: in encoding the loops
+of :mod:`tierkv_codecs.rotation_loops` and :mod:`tierkv_codecs.fitting_loops`, in decoding
+:mod:`tierkv_codecs.rotation_code`. Callers go on in torch where a function here says that it has
+none, with the same result to the bit.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,8 +15,8 @@ import numpy as np
 
 from tierkv_codecs.hadamard import pieces, signs
 from tierkv_codecs.kernels import bits16, kernel
-from tierkv_codecs.levels import LEVELS, cuts, root, upper
-from tierkv_codecs.packing import pack, packed_bytes, unpack
+from tierkv_codecs.levels import cuts, root, upper
+from tierkv_codecs.rotation_code import LONGEST, ROUNDS, decoder, features
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["Tiles", "decode", "rotated"]
 
 _LANES: Final = 16
-_BITS: Final = 4  # what the loop that decodes takes
+_TINY: Final = 2.0**-80
+"""Smallest step of which no sum is a denormal number, which some instructions take for 0.
+
+All sums are multiples of the last place of the lowest level times the step and ``1 / sqrt(dim)``.
+"""
 
 
 class _PerThread(threading.local):
@@ -52,17 +57,6 @@ def _rotation(dim: int) -> tuple[Any, ...]:
         )
         _own.rotations[dim] = found
     return found
-
-
-@functools.cache
-def _table(bits: int) -> NDArray[np.uint64]:
-    """The levels of both halves of a byte, for each byte."""
-    half = np.array(LEVELS[bits], np.float32)
-    levels = np.zeros(1 << _BITS, np.float32)
-    levels[: 2 * len(half)] = np.concatenate([-half[::-1], half])
-    both = np.empty((256, 2), np.float32)
-    both[:, 0], both[:, 1] = np.tile(levels, 16), np.repeat(levels, 16)
-    return both.reshape(-1).view(np.uint64)
 
 
 class Tiles(NamedTuple):
@@ -116,7 +110,7 @@ def rotated(source: torch.Tensor) -> Tiles | None:
 
 
 def decode(data: memoryview, bits: int, row: NDArray[np.float32], into: torch.Tensor) -> bool:
-    """Decode in one compiled pass; False if there is no loop for this tensor.
+    """Decode in one pass of machine code; False if there is none for this tensor.
 
     Args:
         data: Index of the step of each row, the packed codes.
@@ -124,21 +118,16 @@ def decode(data: memoryview, bits: int, row: NDArray[np.float32], into: torch.Te
         row: The steps that there are.
         into: The target.
     """
-    dim = into.shape[-1]
-    rows = into.numel() // dim
-    out, loop = bits16(into, (rows, dim)), kernel("levels_by_row")
-    if out is None or loop is None:
-        return False
-    step = row.take(np.frombuffer(data, np.uint8, rows))
-    packed = data[rows:]
-    if bits != _BITS:
-        import torch
+    import torch
 
-        # the loop takes codes of four bits
-        codes = torch.empty((rows, dim), dtype=torch.uint8)
-        unpack(packed, bits, codes)
-        packed = memoryview(bytearray(packed_bytes(rows, dim, _BITS)))
-        pack(codes, _BITS, packed)
-    pairs = np.frombuffer(packed, np.uint8).reshape(-1, dim)
-    loop(pairs, _table(bits), step, *_rotation(dim), out)
+    dim = into.shape[-1]
+    able = features()
+    plain = into.dtype is torch.bfloat16 and into.is_contiguous()
+    if able is None or not plain or dim > LONGEST:
+        return False
+    if row[1] < _TINY:
+        able -= {ROUNDS}
+    address = np.frombuffer(data, np.uint8).ctypes.data
+    call = decoder(bits, dim, able)
+    call(address, row.ctypes.data, into.data_ptr(), into.numel() // dim)
     return True

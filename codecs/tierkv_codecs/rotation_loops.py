@@ -1,37 +1,28 @@
-"""Loops of the rotated codecs; the rules of :mod:`tierkv_codecs.loops` hold here too.
+"""Loops that rotate; the rules of :mod:`tierkv_codecs.loops` hold here too.
 
 Sixteen rows at a time are worked on side by side: number ``d`` of all of them lies in one place
 (``work[line, 16 * d : 16 * d + 16]``, a lane a row), so that every step of the transform is plain
 arithmetic on whole registers, three steps to a pass over memory that stays in the nearest cache.
 What is added to what, and when, is as in :mod:`tierkv_codecs.hadamard`: the results are the same
-to the bit. In decoding, a lane is a row of the lower or of the upper halves of a row of bytes.
+to the bit. Decoding has code of its own (:mod:`tierkv_codecs.rotation_code`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 __all__ = [
     "eight",
     "eight_scaled",
     "four",
     "lane_by_lane",
-    "levels_by_row",
-    "paired",
-    "rounded",
     "transform",
     "two",
 ]
 
 _Array = Any
-_HALF = np.uint32(0x7FFF)
-_ONE = np.uint32(1)
-_HIGH = np.uint32(16)
 _LANES = 16
 _BY_1, _BY_8, _BY_64 = (0,), (0,) * 8, (0,) * 64
-_NONE = np.float32(0)
 
 
 def two(source: _Array, target: _Array, size: int, near: tuple[int, ...]) -> None:
@@ -152,28 +143,6 @@ def transform(work: _Array, factors: _Array, size: int) -> int:
     return here
 
 
-def paired(packed: _Array, first: int, pairs: int, table: _Array, target: _Array) -> None:
-    """Look both halves of some rows of bytes up: two lanes a row, the lower halves first.
-
-    Args:
-        packed: uint8 ``[rows of bytes, size]``.
-        first: The first of the rows.
-        pairs: How many, 8 at most.
-        table: uint64 ``[256]``: two float32 numbers for each byte.
-        target: A line of ``work``, as uint64.
-    """
-    for i in range(pairs):
-        for d in range(packed.shape[1]):
-            target[d * (_LANES // 2) + i] = table[packed[first + i, d]]
-
-
-def rounded(source: _Array, sign: _Array, target: _Array) -> None:
-    """Give numbers their signs back, and round them to bfloat16 (bits, uint16)."""
-    for i in range(sign.size):
-        bits = np.float32(source[i] * sign[i]).view(np.uint32)
-        target[i] = (bits + _HALF + ((bits >> _HIGH) & _ONE)) >> _HIGH
-
-
 def lane_by_lane(source: _Array, apart: int, first: int, rows: int, target: _Array) -> None:
     """Copy lanes to rows of their own.
 
@@ -187,51 +156,3 @@ def lane_by_lane(source: _Array, apart: int, first: int, rows: int, target: _Arr
     for i in range(rows):
         for d in range(target.shape[1]):
             target[first + i, d] = source[d * _LANES + apart * i]
-
-
-def levels_by_row(
-    packed: _Array,
-    table: _Array,
-    step: _Array,
-    root: _Array,
-    sign: _Array,
-    starts: _Array,
-    sizes: _Array,
-    work: _Array,
-    out: _Array,
-) -> None:
-    """Look 4-bit codes up, scale, rotate back.
-
-    Args:
-        packed: uint8 ``[rows of bytes, dim]``.
-        table: As in :func:`paired`.
-        step: float32 ``[rows]``.
-        root: float32 ``[dim]``.
-        sign: float32 ``[dim * 16]``, each sixteen times.
-        starts: First number of each piece.
-        sizes: Length of each piece.
-        work: float32 ``[2, dim * 16]``.
-        out: ``[rows, dim]``.
-    """
-    count = packed.shape[0]
-    rows = out.shape[0]
-    looked_up = work[0].view(np.uint64)
-    factors = np.zeros(_LANES, np.float32)
-    for piece in range(starts.size):
-        start, size = starts[piece], sizes[piece]
-        end, scale = start + size, root[start]
-        bytes_, target = packed[:, start:end], out[:, start:end]
-        signs = sign[start * _LANES : end * _LANES]
-        for first in range(0, count, _LANES // 2):
-            pairs = min(_LANES // 2, count - first)
-            for i in range(pairs):
-                factors[2 * i] = step[first + i] * scale
-                upper = count + first + i
-                factors[2 * i + 1] = step[upper] * scale if upper < rows else _NONE
-            paired(bytes_, first, pairs, table, looked_up)
-            here = transform(work, factors, size)
-            done = work[1 - here].view(np.uint16)
-            rounded(work[here], signs, done)
-            lane_by_lane(done, 2, first, pairs, target)
-            first += count
-            lane_by_lane(done[1:], 2, first, min(pairs, rows - first), target)

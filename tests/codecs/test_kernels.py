@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_codecs import affine_loops, byte_loops, fitting_loops, kernels, loops, rotation_loops
+from tierkv_codecs import (
+    affine_loops,
+    byte_loops,
+    fitting_loops,
+    kernels,
+    loops,
+    rans_loops,
+    rotating,
+    rotation_loops,
+)
 from tierkv_codecs.fp8 import Fp8
 from tierkv_codecs.grouped import Int2, Int3, Int4, Int6
 from tierkv_codecs.int8 import Int8
 from tierkv_codecs.planes import Planes
-from tierkv_codecs.rot import Rot2, Rot4
+from tierkv_codecs.rot import Rot2, Rot3, Rot4
+from tierkv_codecs.rotation_code import features
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +35,7 @@ if TYPE_CHECKING:
     from tierkv.abc import TensorBytesCodec
 
 MODULES = ("centering", "compiled", "fp8", "int8", "packing", "planes", "rotating")
-LOOPS = (affine_loops, byte_loops, fitting_loops, loops, rotation_loops)
+LOOPS = (affine_loops, byte_loops, fitting_loops, loops, rans_loops, rotation_loops)
 CODECS: tuple[TensorBytesCodec, ...] = (
     Int8(),
     Int6(),
@@ -34,6 +44,7 @@ CODECS: tuple[TensorBytesCodec, ...] = (
     Int2(),
     Fp8(),
     Rot2(),
+    Rot3(),
     Rot4(),
 )
 SHAPES = ((1, 1, 1), (2, 7, 16), (1, 65, 96), (3, 33, 63))
@@ -49,6 +60,8 @@ def use(monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Any]) -> list[str
 
     for module in MODULES:
         monkeypatch.setattr(f"tierkv_codecs.{module}.kernel", kernel)
+    compiles = find("split2") is not None
+    monkeypatch.setattr(rotating, "features", features if compiles else lambda: None)
     return asked
 
 

@@ -60,8 +60,8 @@ class TensorBytesCodec(ABC):
         """Write exactly :meth:`encoded_bytes` bytes.
 
         Args:
-            source: CPU tensor of the stored shape (``[heads, tokens, dim]`` or a state's);
-                any strides.
+            source: Tensor of the stored shape (``[heads, tokens, dim]`` or a state's) in host
+                memory, or on a device for codecs that take it; any strides.
             tensor: Name of the tensor in its layer (``"k"``, ``"v"``, ...).
             out: Where the bytes go.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CANDIDATES", "Choice", "Part", "allocate", "assign", "parts_of", "rules"]
 
-CANDIDATES: Final = ("int8", "int6", "int4", "rot3", "rot2")
+CANDIDATES: Final = ("int8", "int6", "int4", "rot4", "rot3", "rot2")
 """Chains that parts are given by default."""
 _TRIES: Final = 4
 _MARGIN: Final = 0.9  # of what was asked for, when a sum turns out to have been too small
