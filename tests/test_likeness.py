@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests import kit
 from tierkv.blocks import BlockKey, part_id
-from tierkv.frame import Header, decode_header, encode_header
-from tierkv.pipeline import Like, PartLabel, Pipeline, Stamp, likeness
+from tierkv.errors import IntegrityError
+from tierkv.fitting import plainly_fits
+from tierkv.frame import MAX_TENANT_BYTES, Header, decode_header, encode_header
+from tierkv.pipeline import Like, PartLabel, Pipeline, Stamp, likeness, open_frame
 
 SPACE = kit.space()
 ROOT = SPACE.root("tenant")
@@ -95,6 +98,22 @@ def test_frames_of_one_kind_are_alike(
     assert (spot.offset, spot.shape) == (section.offset, section.shape)
 
 
+def test_a_tenant_named_like_the_checksums_does_not_pass_for_them() -> None:
+    fill = b"d"
+    name = (fill * 16 * DIGESTS).decode()
+    assert len(name) <= MAX_TENANT_BYTES
+    first = header_of(tenant=name, fill=fill)
+    wanted = header_of(BlockKey(b"o" * 32), None, 2, name, None, b"e")
+    out = bytearray(wanted.payload_offset)
+    Stamp(first).write(memoryview(out), wanted.part, None, 2, wanted.digests)
+    assert out == frame_of(wanted)[: wanted.payload_offset]
+    frame, like = frame_of(first), like_of(first)
+    assert like.has(memoryview(frame_of(wanted)), wanted.part, 2)
+    table = bytes(frame).rindex(fill * 16 * DIGESTS)
+    frame[table - 1] ^= 1
+    assert not like.has(memoryview(frame), first.part, 1), "the section table is not compared"
+
+
 def test_every_byte_that_says_what_is_where_is_compared() -> None:
     header = header_of(parent=BlockKey(b"p" * 32))
     frame, like = frame_of(header), like_of(header)
@@ -127,3 +146,30 @@ def test_every_byte_that_says_what_is_where_is_compared() -> None:
 def test_others_are_read_one_by_one(changed: Header) -> None:
     assert likeness(changed, memoryview(frame_of(header_of()))) is None
     assert likeness(header_of(), memoryview(bytes(frame_of(header_of())))) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"part": part_id(BlockKey(b"o" * 32), 0)},
+        {"generation": 2},
+        {"root": BlockKey(b"r" * 32)},
+        {"space": b"s" * 32},
+        {"tokens": SPACE.block_tokens - 1},
+        {"block_tokens": SPACE.block_tokens + 1},
+        {"per_token": False},
+    ],
+    ids=lambda changes: str(*changes),
+)
+def test_one_that_was_found_to_fit_lets_no_other_through(changes: dict[str, Any]) -> None:
+    due = header_of()
+    who = due.part, due.generation, ROOT
+    for _ in range(2):
+        found = open_frame(memoryview(frame_of(due)), SPACE, *who)
+        assert found == due
+    assert plainly_fits(found, SPACE, *who), "the short way"
+    other = decode_header(frame_of(replace(due, **changes)))
+    assert other.sections is found.sections
+    assert not plainly_fits(other, SPACE, *who)
+    with pytest.raises(IntegrityError):
+        open_frame(memoryview(frame_of(other)), SPACE, *who)

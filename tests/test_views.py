@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 
@@ -307,6 +308,42 @@ def test_check_refuses_tensors_whose_memory_is_gone() -> None:
         tensors[3].untyped_storage().resize_(left)
         with pytest.raises(LayoutError, match="layer 1, 'v': its storage was resized"):
             views.check(view, LAYOUT)
+
+
+def test_tensors_that_were_swapped_for_shorter_ones_have_no_more_room_than_these() -> None:
+    """What a view had room for when it was made is no bound for what its tensors are now."""
+    layout = Layout.uniform(1, 2, 4, "float32")
+    k, v = torch.zeros(2, 32, 4), torch.zeros(2, 32, 4)
+    view = views.dense([(k, v)])
+    views.check(view, layout, 32, writing=True)
+    k.data = torch.zeros(1000)[:64].view(2, 8, 4)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="room for 8 tokens, 32 are needed"):
+            views.check(view, layout, 32, writing=True)
+    views.check(view, layout, 8, writing=True)
+    with pytest.raises(LayoutError, match="room for 8"):
+        view.locate(np.array([0, 16]), 16)
+    k.data = torch.zeros(8, 4)
+    with pytest.raises(LayoutError, match="need"):
+        views.check(view, layout, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"), [((2, 2, 8, 4), "pages from 0 to 1"), ((4, 2, 4, 4), "agree on the tokens")]
+)
+def test_pools_that_were_swapped_for_smaller_ones_are_refused(
+    shape: tuple[int, ...], says: str
+) -> None:
+    layout = Layout.uniform(1, 2, 4, "float32")
+    pools = [torch.zeros(4, 2, 8, 4) for _ in "kv"]
+    view = views.paged([(pools[0], pools[1])], [0, 3])
+    views.check(view, layout, 16, writing=True)
+    kept, pools[0].data = pools[0].data, torch.zeros(shape)
+    for _ in range(2):  # it is found out each time, not once
+        with pytest.raises(LayoutError, match=says):
+            views.check(view, layout, 16, writing=True)
+    pools[0].data = kept
+    views.check(view, layout, 16, writing=True)
 
 
 def test_check_refuses_tensors_on_several_devices() -> None:

@@ -119,7 +119,7 @@ def plainly_fits(
         and header.part == part
         and header.generation == generation
         and header.root == root
-        and header.space == like.space
+        and header.space == space.fingerprint
         and header.tokens == like.tokens
         and header.block_tokens == like.block_tokens
         and header.payload_offset == like.payload_offset

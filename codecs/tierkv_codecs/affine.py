@@ -15,7 +15,6 @@ and one add, rounded once to the tensor's dtype.
 from __future__ import annotations
 
 import difflib
-import math
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -53,6 +52,7 @@ GROUP: Final = 64
 ROW_BYTES: Final = 8
 _SPREAD: Final = 2.0**-20  # steps below this share of the largest are rounded up to it
 _STEPS: Final = 255
+_HUGE: Final = 2.0**127  # no step is as large
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -220,7 +220,7 @@ def check_row(name: str, data: memoryview) -> tuple[float, float]:
         CodecError: if it is none.
     """
     first, ratio = np.frombuffer(data, np.float32, 2).tolist()
-    if not (0 < first < math.inf and 1 <= ratio < 2):
+    if not (0 < first < _HUGE and 1 <= ratio < 2 and first * ratio ** (_STEPS - 1) < _HUGE):
         raise CodecError(f"{name}: steps from {first} by {ratio} are no scale")
     return first, ratio
 

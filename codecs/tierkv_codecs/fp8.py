@@ -154,7 +154,8 @@ class Fp8(TensorBytesCodec):
         if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE)
-        scale = over(data, dtype, groups.shape).float().mul_(1 / _TOP)
+        # of float32, a float() is the encoding itself
+        scale = over(data, dtype, groups.shape).float().mul(1 / _TOP)
         payload = data[groups.number * DTYPE_BYTES[dtype] :]
         if _decode_fast(payload, groups, scale, into):
             return

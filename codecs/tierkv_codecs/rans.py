@@ -10,7 +10,8 @@ Rare symbols have no slots: an escape stands for the next of the literals, which
 
 Encoding: one byte of format, then pieces. A piece of the plane (:func:`pieces`) is: first symbol,
 number of shares - 1, escape, share of the escape (a byte each), the shares of the symbols from the
-first on (a byte each), length of each stream and of the literals (u32), the streams, the literals.
+first on (a byte each; 0 comes after 255), length of each stream and of the literals (u32), the
+streams, the literals.
 A piece has two streams from 32,768 symbols on, else one; blocks of 64 symbols go to them in turn.
 A stream begins with the states (u16), and goes on with the bytes in the order in which decoding
 asks for them: block by block, lane by lane. The last blocks are filled up with the commonest
@@ -154,14 +155,21 @@ def _encode_piece(plane: _Bytes, part: Piece, room: _Bytes) -> list[_Bytes]:
         (kernel("encode_lanes") or _encode_lanes)(plane, part.steps, tables, marks, room)
     share = int(shares[escape])
     shares[escape] = 0
-    used = np.flatnonzero(shares)
-    first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
-    header = bytearray([first, last - first, escape, share])
-    header += shares[first : last + 1].astype(np.uint8).tobytes()
+    run = _run(np.flatnonzero(shares))
+    header = bytearray([run[0], len(run) - 1, escape, share])
+    header += shares[run].astype(np.uint8).tobytes()
     for begin, end in zip(marks.tolist(), ends.tolist(), strict=True):
         header += (end - begin).to_bytes(4, "little")
     streams = [room[b:e] for b, e in zip(marks.tolist(), ends.tolist(), strict=True)]
     return [np.frombuffer(header, np.uint8), *streams]
+
+
+def _run(used: Any) -> Any:
+    """The shortest run of symbols that holds those that are used; 0 comes after 255."""
+    if not used.size:
+        return np.zeros(1, np.int64)
+    gaps = np.diff(used, prepend=used[-1] - 256)
+    return (used[gaps.argmax()] + np.arange(257 - gaps.max())) & 255
 
 
 def _encode_lanes(plane: _Bytes, steps: int, tables: Any, marks: Any, room: _Bytes) -> None:

@@ -176,8 +176,8 @@ def slots_of_shares(
     """Undo the header of a piece; False if its shares are not 256 in all, or the escape has two.
 
     Args:
-        given: uint8, the shares of the symbols from ``first`` on.
-        first: A symbol; all that shares are given of are under 256.
+        given: uint8, the shares of the symbols from ``first`` on; 0 comes after 255.
+        first: A symbol.
         escape: The escape.
         share: Its share.
         by_slot: As for :func:`spread_places`.
@@ -186,8 +186,9 @@ def slots_of_shares(
     shares = np.zeros(256, np.int64)
     total = share
     for i in range(given.size):
-        shares[first + i] = given[i]
-        total += shares[first + i]
+        symbol = (first + i) & 255
+        shares[symbol] = given[i]
+        total += shares[symbol]
     if total != 256 or share == 0 or shares[escape] != 0:
         return False
     shares[escape] = share

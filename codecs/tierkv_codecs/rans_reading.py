@@ -97,7 +97,7 @@ def _headers(data: _Bytes, start: int, end: int, count: int) -> list[_Header]:
         head = data[at : min(at + _LONGEST, end)].tobytes()
         more = head[1] if len(head) > 1 else 0
         sizes_at = 5 + more
-        if len(head) < sizes_at + 4 * (part.streams + 1) or head[0] + more >= 256:
+        if len(head) < sizes_at + 4 * (part.streams + 1):
             raise CodecError(f"rans: {end - at} bytes are no piece of {part.symbols} symbols")
         sizes = struct.unpack_from(f"<{part.streams + 1}I", head, sizes_at)
         place = at + sizes_at + 4 * len(sizes)

@@ -93,7 +93,7 @@ def read_shares(given: _Bytes, first: int, escape: int, share: int, by_slot: _By
     if loop is not None:
         return bool(loop(given, first, escape, share, by_slot, np.empty(SLOTS, np.uint8)))
     shares = np.zeros(256, np.int64)
-    shares[first : first + given.size] = given
+    shares[np.arange(first, first + given.size) & 255] = given
     if shares[escape] or not share or shares.sum() + share != SLOTS:
         return False
     shares[escape] = share

@@ -230,7 +230,9 @@ def test_only_floats_of_two_and_four_bytes_are_supported(codec: TensorBytesCodec
 
 
 @pytest.mark.parametrize("codec", [*AFFINE, *ROTATED], ids=lambda c: c.name)
-@pytest.mark.parametrize("numbers", [(0.0, 1.5), (-1.0, 1.5), (1.0, 3.0), (float("nan"), 1.5)])
+@pytest.mark.parametrize(
+    "numbers", [(0.0, 1.5), (-1.0, 1.5), (1.0, 3.0), (float("nan"), 1.5), (1.0, 1.5)]
+)
 def test_a_row_of_steps_that_is_none_is_refused(
     codec: TensorBytesCodec, numbers: tuple[float, float]
 ) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +20,6 @@ from tierkv.jit import copying
 from tierkv.jit.copying import Place, Run, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -305,84 +300,6 @@ def test_the_gil_is_released() -> None:
     calls: list[Any] = list(copying._code())
     assert kept._flags_ & 4
     assert not any(type(call)._flags_ & 4 for call in calls)
-
-
-@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3", "x86-64-v4", "znver2", "skylake"])
-def test_it_compiles_for_other_processors_of_this_kind(cpu: str) -> None:
-    """LLVM splits what is one register here into two or four."""
-    import llvmlite.binding as llvm
-
-    host = jit.host()
-    assert host is not None
-    if not host.triple.startswith("x86_64"):
-        pytest.skip("another kind of processor")
-    module = llvm.parse_assembly(copying.TEXT)
-    module.verify()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=cpu, features="", opt=3)
-    options = llvm.PipelineTuningOptions(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    text = machine.emit_assembly(module)
-    assert "movnt" in text, "stores past the caches are none"
-    assert ("zmm" in text) == (cpu == "x86-64-v4")
-    assert ("ymm" in text) == (cpu != "x86-64")
-    assert "mfence" in text or "lock" in text
-
-
-def test_it_compiles_for_another_kind_of_processor() -> None:
-    """The same text for ARM, if this LLVM knows it."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    try:
-        target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
-    module = llvm.parse_assembly(copying.TEXT)
-    module.triple = "aarch64-unknown-linux-gnu"
-    module.verify()
-    options = llvm.PipelineTuningOptions(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    text = machine.emit_assembly(module)
-    assert "umlal" in text or "umull" in text
-    assert "dmb" in text, "no fence"
-
-
-def test_nothing_is_compiled_where_a_loop_runs() -> None:
-    told = """
-import asyncio
-from tierkv.jit import copying
-async def main():
-    assert not copying.ready()
-    assert not copying._code.cache_info().currsize
-    await asyncio.get_running_loop().run_in_executor(None, copying.prepare)
-    assert copying.ready()
-asyncio.run(main())
-print("done")
-"""
-    env = {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", told],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=90,
-    )
-    assert done.stdout == "done\n"
-
-
-def test_once_compiled_a_loop_may_use_it() -> None:
-    copying.prepare()
-
-    async def ask(what: Callable[[], bool]) -> bool:
-        return what()
-
-    assert asyncio.run(ask(copying.ready))
 
 
 def test_short_sections_are_left_to_others() -> None:

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tierkv import jit
+
+compiles = pytest.mark.skipif(jit.host() is None, reason="no llvmlite, or TIERKV_FAST=0")
 
 _SUM = """
 define i64 @twice(i64 %number) {
@@ -16,8 +23,8 @@ define i64 @twice(i64 %number) {
 """
 
 
+@compiles
 def test_a_module_becomes_a_function() -> None:
-    pytest.importorskip("llvmlite")
     host = jit.host()
     assert host is not None
     assert host.cpu
@@ -25,8 +32,59 @@ def test_a_module_becomes_a_function() -> None:
     assert [twice(n) for n in (0, 21, -3)] == [0, 42, -6]
 
 
-def test_a_wrong_module_is_refused_with_its_place() -> None:
+@compiles
+def test_what_many_threads_ask_for_is_compiled_once() -> None:
+    text = _SUM.replace("twice", "twice_by_all")
+    found: list[Any] = []
+    every = [
+        threading.Thread(
+            target=lambda: found.append(
+                jit.function(text, "twice_by_all", ctypes.c_int64, (ctypes.c_int64,))
+            )
+        )
+        for _ in range(8)
+    ]
+    for thread in every:
+        thread.start()
+    for thread in every:
+        thread.join(60)
+    assert len(found) == 8
+    assert len({id(each) for each in found}) == 1
+    assert found[0](21) == 42
+
+
+@pytest.mark.parametrize("why", ["LLVM 15", "no such symbol", "no features"])
+def test_an_llvmlite_that_is_no_use_is_told_of_and_left_alone(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older one, which numba brought along for somebody else, does not know what is written."""
     pytest.importorskip("llvmlite")
+    monkeypatch.delenv("TIERKV_FAST", raising=False)
+    load = importlib.import_module
+
+    def no_features() -> Any:
+        raise RuntimeError(why)
+
+    def binding(name: str) -> Any:
+        if name != "llvmlite.binding":
+            return load(name)
+        if why == "no such symbol":
+            raise OSError(why)
+        return SimpleNamespace(
+            llvm_version_info=(15 if why == "LLVM 15" else 20, 0, 7),
+            initialize_native_target=lambda: None,
+            initialize_native_asmprinter=lambda: None,
+            get_host_cpu_features=no_features,
+        )
+
+    monkeypatch.setattr(importlib, "import_module", binding)
+    with caplog.at_level(logging.WARNING, "tierkv.jit"):
+        assert jit.host.__wrapped__() is None
+    assert [why in record.message for record in caplog.records] == [True]
+
+
+@compiles
+def test_a_wrong_module_is_refused_with_its_place() -> None:
     with pytest.raises(RuntimeError, match="expected"):
         jit.function("define i64 twice", "twice", ctypes.c_int64, ())
 

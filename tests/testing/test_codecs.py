@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tierkv.testing.codec_mutants import MUTANTS, REFERENCES, Mutant, failing_checks
+from tierkv.testing.codec_mutants import (
+    MUTANTS,
+    REFERENCES,
+    Deflate,
+    Mutant,
+    Plain,
+    failing_checks,
+)
 from tierkv.testing.codecs import BytesCodecTests, TensorBytesCodecTests
+from tierkv.views import over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 
 @pytest.mark.parametrize(("make", "suite"), REFERENCES)
@@ -34,3 +44,26 @@ def test_every_check_has_its_own_mutant() -> None:
         without = checks - {check for kind, check in aimed if kind is suite}
         # the frozen-value check is inherited unchanged: one mutant shows it
         assert without <= {"test_is_a_frozen_value"}
+
+
+class ScalesItsEncoding(Plain):
+    def decode(self, data: memoryview, tensor: str, into: torch.Tensor) -> None:
+        super().decode(data, tensor, into)
+        over(data, "uint8", (min(4, len(data)),)).bitwise_not_()
+
+
+class ClearsItsEncoding(Deflate):
+    def decode(self, data: memoryview, out: memoryview) -> None:
+        super().decode(data, out)
+        over(data, "uint8", (len(data),)).zero_()
+
+
+@pytest.mark.parametrize(
+    ("make", "suite"),
+    [(ScalesItsEncoding, TensorBytesCodecTests), (ClearsItsEncoding, BytesCodecTests)],
+)
+def test_decoding_must_leave_an_encoding_as_it_is(
+    make: Callable[[], Any], suite: type[Any]
+) -> None:
+    failed = failing_checks(suite, make, "test_round_trip")
+    assert failed["test_round_trip"].startswith("AssertionError: decode changed the encoding")

@@ -46,6 +46,8 @@ class TensorBytesCodec(ABC):
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    needs_coding: ClassVar[bool] = False
+    """Whether it leaves it to a bytes codec to make its bytes as few as its name promises."""
 
     @abstractmethod
     def supports(self, layer: Layer, tensor: TensorSpec) -> bool:

@@ -64,9 +64,8 @@ class Evictor(Victims):
         most = _LOOK_PAST if len(rules) < 2 else _LOOK_FURTHER
         # one order for all and no rules, as nearly always: what coldest() comes to then
         order = partitions[0][1] if len(partitions) == 1 and not (room.own or rules) else None
-        certain = (
-            order is not None and tier == len(at.tiers) - 1
-        )  # as fate() has it: none is slower
+        # as fate() has it: no tier is slower
+        certain = order is not None and tier == len(at.tiers) - 1
         before, touched = room.before, at.index.touched
         passed: list[tuple[Policy, int]] = []
         while missing > 0 and room.limit > 0 and len(passed) < most:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import logging
 import struct
 import sys
 from contextlib import suppress
@@ -24,6 +25,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 
 from tierkv import jit
 from tierkv.jit import emptying, filling, walking, xxh3
@@ -50,6 +52,7 @@ ordinary one where it had, up to 512 KiB.
 TEXT: Final = xxh3.TEXT + walking.COPY + filling.TEXT + emptying.TEXT
 """The module."""
 _DIGEST: Final = 16
+_log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -101,18 +104,62 @@ def ready() -> bool:
     Compiling takes a quarter of a second, once in a process: not where an event loop runs in this
     thread. There the answer is no until some other thread has asked, or :func:`prepare` was called.
     """
-    if not _code.cache_info().currsize:
+    if not _right.cache_info().currsize:
         with suppress(RuntimeError):
             asyncio.get_running_loop()
             return False
-        prepare()
-    return jit.host() is not None and sys.byteorder == "little"
+    return _right()
 
 
 def prepare() -> None:
     """Compile what runs need, if this machine can; for a worker thread, ahead of need."""
-    if jit.host() is not None and sys.byteorder == "little":
-        _code()
+    _right()
+
+
+@functools.cache
+def _right() -> bool:
+    """Whether there is machine code, and it makes of a sample what library calls make of it.
+
+    LLVM makes other instructions for each kind of processor: none has seen all of them.
+    """
+    if jit.host() is None or sys.byteorder != "little":
+        return False
+    try:
+        if _sample_is_right(past=False) and _sample_is_right(past=True):
+            return True
+        why = "it copies other bytes here"
+    except RuntimeError as error:  # LLVM does not take the text
+        why = str(error)
+    _log.warning("machine code for copies is not used, they are slower without: %s", why)
+    return False
+
+
+def _sample_is_right(*, past: bool) -> bool:
+    """Copy a frame out and back: a section of rows that fill no line, and one of whole blocks."""
+    rows, width, step, whole = 3, 700, 705, 4096
+    padded = -(-rows * width // STRIPE) * STRIPE
+    tensor = (np.arange(step * rows + whole) * 193 >> 3).astype(np.uint8)
+    room = np.zeros(padded + whole + STRIPE, np.uint8)
+    shift = -room.ctypes.data % STRIPE
+    frame, begin = room[shift : shift + padded + whole], tensor.ctypes.data
+    places = (
+        Place(0, begin, 0, 1, 0, rows, step, width, padded // STRIPE),
+        Place(padded, begin + step * rows, 0, 1, 0, 1, 0, whole, whole // STRIPE),
+    )
+    at, shifts = np.array([frame.ctypes.data]), np.zeros((1, 1, 1), np.int64)
+    run = Run(table_of(places), at, shifts, frame.size, past)
+    found = run.gather(0, 1)
+    lines = tensor[: step * rows].reshape(rows, step)[:, :width].tobytes()
+    due = lines.ljust(padded, b"\0"), tensor[step * rows :].tobytes()
+    if frame.tobytes() != b"".join(due) or found != [tuple(map(xxhash.xxh3_128_digest, due))]:
+        return False
+    run.expect(0, found)
+    before = tensor.copy()
+    tensor[: step * rows].reshape(rows, step)[:, :width], tensor[step * rows :] = 0, 0
+    if run.scatter(0, 1, 0, 1) != -1 or not np.array_equal(tensor, before):
+        return False
+    frame[-1] ^= 1
+    return run.scatter(0, 0, 0, 1) == 0
 
 
 def suits(places: Sequence[Place]) -> bool:

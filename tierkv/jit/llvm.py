@@ -6,16 +6,23 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Host", "function", "functions", "host"]
 
+_log = logging.getLogger(__name__)
+_OLDEST: Final = 17
+"""Version of LLVM from which on pointers have no types in its language, as they have none here."""
+_Wanted = tuple[str, type[Any] | None, tuple[type[Any], ...]]
+
 _compiling = threading.Lock()
+_made: dict[tuple[str, tuple[_Wanted, ...]], list[Callable[..., Any]]] = {}
 _engines: list[Any] = []  # machine code lives as long as the engine that made it
 
 
@@ -35,15 +42,25 @@ class Host(NamedTuple):
 
 @functools.cache
 def host() -> Host | None:
-    """This processor; None without llvmlite, or where ``TIERKV_FAST=0`` leaves machine code off."""
+    """This processor; None without llvmlite, or where ``TIERKV_FAST=0`` leaves machine code off.
+
+    None, too, and logged, where llvmlite cannot be loaded, does not know the processor, or is older
+    than the extra ``fast`` asks for: an older numba may have brought it along.
+    """
     if os.environ.get("TIERKV_FAST") == "0" or importlib.util.find_spec("llvmlite") is None:
         return None
-    llvm = importlib.import_module("llvmlite.binding")
-    with _compiling:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        able = frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
-        return Host(llvm.get_default_triple(), llvm.get_host_cpu_name(), able)
+    try:
+        llvm = importlib.import_module("llvmlite.binding")
+        if llvm.llvm_version_info[0] < _OLDEST:
+            raise RuntimeError(f"it has LLVM {llvm.llvm_version_info[0]}")
+        with _compiling:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            able = frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+            return Host(llvm.get_default_triple(), llvm.get_host_cpu_name(), able)
+    except (ImportError, OSError, RuntimeError) as error:
+        _log.warning("llvmlite cannot be used: %s; slower without (extra 'fast')", error)
+        return None
 
 
 def function(
@@ -66,10 +83,10 @@ def function(
     return functions(text, (name, result, arguments))[0]
 
 
-def functions(
-    text: str, *wanted: tuple[str, type[Any] | None, tuple[type[Any], ...]]
-) -> list[Callable[..., Any]]:
+def functions(text: str, *wanted: _Wanted) -> list[Callable[..., Any]]:
     """Compile a module and return several of its functions, as :func:`function` does one.
+
+    Whoever asks for the same while it is compiled waits, and gets the same.
 
     Args:
         text: The module.
@@ -82,6 +99,8 @@ def functions(
         raise RuntimeError("machine code is off: install the extra 'fast', and unset TIERKV_FAST=0")
     llvm = importlib.import_module("llvmlite.binding")
     with _compiling:  # llvmlite guards single calls only
+        if (text, wanted) in _made:
+            return _made[text, wanted]
         module = llvm.parse_assembly(text)
         module.verify()
         target = llvm.Target.from_default_triple()
@@ -96,7 +115,8 @@ def functions(
         engine = llvm.create_mcjit_compiler(module, machine)
         engine.finalize_object()
         _engines.append(engine)
-        return [
+        found = _made[text, wanted] = [
             ctypes.CFUNCTYPE(result, *arguments)(engine.get_function_address(name))
             for name, result, arguments in wanted
         ]
+        return found

@@ -130,7 +130,7 @@ def walk(section: str, row: str, after: str = "", frame: str = "") -> str:
     """Loop over frames, sections, heads, units and rows.
 
     Args:
-        section: What comes before the rows of a section; knows ``%frame`` and the place's fields.
+        section: What comes before the rows of a section; knows ``%frame.at`` and the fields.
         row: What is done with each row, which is at ``%near``.
         after: What comes behind the rows of a section.
         frame: What comes before frame ``%f``; it may leave for ``%f.end``.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 
 from tierkv.jit.copying import Place, suits, table_of
+from tierkv.jit.xxh3 import STRIPE
 from tierkv.layout import DTYPE_BYTES
 from tierkv.mover.rowgrids import Rows
 
@@ -96,7 +97,7 @@ class Grid:
             if pattern is None:
                 able = False
             elif able:
-                stripes = (section.end - section.offset) // 64
+                stripes = (section.end - section.offset) // STRIPE
                 found.append(Place(section.offset, tensor.data_ptr(), kind, *pattern, stripes))
         return table_of(found) if able and suits(found) else None
 

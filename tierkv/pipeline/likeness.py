@@ -98,7 +98,7 @@ class Like:
         self._flags = head[_FLAGS] & ~_OF_ONE
         self._lengths, self._tokens = head[_LENGTHS:_GENERATION], head[_TOKENS:_EXPIRY]
         self._owner = head[_SPACE:_PARENT]
-        self._end = head.index(header.digests[0], _TEXTS)
+        self._end = _begin_of_digests(head, header)
         self._texts = head[_SIZES : self._end]
 
     def has(self, frame: memoryview, part: PartId, generation: int) -> bool:
@@ -146,6 +146,11 @@ def likeness(header: Header, frame: memoryview) -> Like | None:
     return Like(header, frame, spots)
 
 
+def _begin_of_digests(head: bytes | bytearray, header: Header) -> int:
+    """Where the checksums are: behind them come zeros, before them texts that users choose."""
+    return head.rindex(b"".join(header.digests), _TEXTS)
+
+
 class Stamp:
     """Writes the headers of frames that differ in part, parent, generation and checksums only.
 
@@ -162,7 +167,7 @@ class Stamp:
         self._size = size = header.payload_offset
         head = bytearray(size)
         encode_header(header, memoryview(head))
-        low = bytes(head).index(b"".join(header.digests), _TEXTS)
+        low = _begin_of_digests(head, header)
         self._digests = slice(low, low + sum(map(len, header.digests)))
         self._head = head
 

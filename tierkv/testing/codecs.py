@@ -147,8 +147,9 @@ class TensorBytesCodecTests(CodecTests):
         return bytes(memory[:size])
 
     def _decode(self, data: bytes, tensor: str, like: torch.Tensor) -> torch.Tensor:
-        into = torch.empty(like.shape, dtype=like.dtype)
-        self.make().decode(memoryview(data), tensor, into)
+        into, memory = torch.empty(like.shape, dtype=like.dtype), bytearray(data)
+        self.make().decode(memoryview(memory).toreadonly(), tensor, into)
+        assert memory == data, "decode changed the encoding"
         return into
 
     def _fits(self, source: torch.Tensor, tensor: str, found: torch.Tensor) -> bool:
@@ -285,13 +286,16 @@ class BytesCodecTests(CodecTests):
 
     def _encode(self, data: bytes) -> bytes:
         out = memoryview(bytearray([_CANARY]) * (2 * len(data) + 1024))
-        nbytes = self.make().encode(memoryview(data), out)
+        kept = bytearray(data)
+        nbytes = self.make().encode(memoryview(kept).toreadonly(), out)
+        assert kept == data, "encode changed its source"
         assert nbytes is not None, "there was room for twice the data"
         return bytes(out[:nbytes])
 
     def _decode(self, data: bytes, size: int) -> bytes:
-        memory = bytearray([_CANARY]) * (size + 64)
-        self.make().decode(memoryview(data), memoryview(memory)[:size])
+        memory, kept = bytearray([_CANARY]) * (size + 64), bytearray(data)
+        self.make().decode(memoryview(kept).toreadonly(), memoryview(memory)[:size])
+        assert kept == data, "decode changed the encoding"
         assert memory[size:] == bytes([_CANARY]) * 64
         return bytes(memory[:size])
 

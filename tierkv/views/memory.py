@@ -142,9 +142,14 @@ class TensorView(View):
     # ------------------------------------------------------------------ what is remembered
 
     def renew(self) -> None:
-        """Forget what was found out if a tensor has other memory or strides than it had then."""
+        """Forget what was found out if a tensor has other memory or strides than it had then.
+
+        Raises:
+            LayoutError: as :meth:`measure`.
+        """
         seen: list[object] = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._every]
         if seen != self._seen:
+            self.measure()  # every time, until they are of a shape that can be used
             self._seen = seen
             self._addresses = [t.data_ptr() for t in self._every]
             self._checked.clear()
@@ -211,6 +216,14 @@ class TensorView(View):
     @abstractmethod
     def geometry(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, int, int, int]]:
         """Heads, dim, and steps from a page, head, token and element to the next."""
+
+    @abstractmethod
+    def measure(self) -> None:
+        """Find out how many tokens there is room for: tensors may have been swapped in place.
+
+        Raises:
+            LayoutError: if a tensor is not of a shape that such views have.
+        """
 
     # ------------------------------------------------------------------ checks
 

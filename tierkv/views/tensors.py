@@ -39,10 +39,13 @@ class DenseView(TensorView):
         self, tensors: Tensors, states: Tensors | None = None, *, owned: bool = False
     ) -> None:
         super().__init__(tensors, states, owned)
-        check_rank(tensors, 3, "[heads, tokens, dim]")
-        self.tokens = min(
-            (t.shape[1] for named in tensors.values() for t in named.values()), default=0
-        )
+        self.measure()
+
+    def measure(self) -> None:
+        """As many tokens as the shortest tensor has; see :meth:`TensorView.measure`."""
+        check_rank(self._tensors, 3, "[heads, tokens, dim]")
+        shapes = [t.shape for named in self._tensors.values() for t in named.values()]
+        self.tokens = min((shape[1] for shape in shapes), default=0)
 
     def pieces(
         self, layer: int, tensor: str, start: int, stop: int
@@ -77,7 +80,7 @@ class DenseView(TensorView):
 class PagedView(TensorView):
     """Pages of a pool; see :func:`paged`."""
 
-    __slots__ = ("_block_ids", "_order", "_page_tokens", "_pages")
+    __slots__ = ("_block_ids", "_order", "_page_tokens", "_pages", "_wanted")
 
     def __init__(
         self,
@@ -92,30 +95,39 @@ class PagedView(TensorView):
         super().__init__(pools, states, owned)
         if order not in get_args(Order):
             raise LayoutError(f"order must be 'HND' or 'NHD', not {order!r}")
-        check_rank(
-            pools, 4, "[pages, heads, page tokens, dim] (HND) or [pages, page tokens, ...] (NHD)"
-        )
         self._order = order
-        axis = 2 if order == "HND" else 1
-        sizes = {t.shape[axis] for named in pools.values() for t in named.values()}
-        if page_tokens is not None:
-            sizes.add(page_tokens)
-        if len(sizes) != 1 or min(sizes) < 1:
-            raise LayoutError(
-                f"pools must agree on the tokens of a page (axis {axis} in order {order}); "
-                f"page_tokens={page_tokens}, found {sorted(sizes)}"
-            )
-        self._page_tokens = sizes.pop()
+        self._wanted = page_tokens
         self._block_ids = tuple(int(page) for page in block_ids)
-        pages = min((t.shape[0] for named in pools.values() for t in named.values()), default=0)
         if len(set(self._block_ids)) != len(self._block_ids):
             raise LayoutError(
                 "block_ids name a page twice: two ranges of tokens would share memory"
             )
+        self._pages: NDArray[np.int64] | None = None
+        self.measure()
+
+    def measure(self) -> None:
+        """As many tokens as the pages of this sequence have; see :meth:`TensorView.measure`."""
+        order, wanted = self._order, self._wanted
+        check_rank(
+            self._tensors,
+            4,
+            "[pages, heads, page tokens, dim] (HND) or [pages, page tokens, ...] (NHD)",
+        )
+        shapes = [t.shape for named in self._tensors.values() for t in named.values()]
+        axis = 2 if order == "HND" else 1
+        sizes = {shape[axis] for shape in shapes}
+        if wanted is not None:
+            sizes.add(wanted)
+        if len(sizes) != 1 or min(sizes) < 1:
+            raise LayoutError(
+                f"pools must agree on the tokens of a page (axis {axis} in order {order}); "
+                f"page_tokens={wanted}, found {sorted(sizes)}"
+            )
+        pages = min((shape[0] for shape in shapes), default=0)
         if any(not 0 <= page < pages for page in self._block_ids):
             raise LayoutError(f"block_ids must be pages from 0 to {pages - 1}")
+        self._page_tokens = sizes.pop()
         self.tokens = len(self._block_ids) * self._page_tokens
-        self._pages: NDArray[np.int64] | None = None
 
     def pieces(
         self, layer: int, tensor: str, start: int, stop: int
