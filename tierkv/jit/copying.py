@@ -135,31 +135,35 @@ def _right() -> bool:
 
 
 def _sample_is_right(*, past: bool) -> bool:
-    """Copy a frame out and back: a section of rows that fill no line, and one of whole blocks."""
+    """Copy frames out and back: a section of rows that fill no line, and one of whole blocks."""
     rows, width, step, whole = 3, 700, 705, 4096
     padded = -(-rows * width // STRIPE) * STRIPE
     tensor = (np.arange(step * rows + whole) * 193 >> 3).astype(np.uint8)
-    room = np.zeros(padded + whole + STRIPE, np.uint8)
+    room = np.zeros(2 * (padded + whole) + STRIPE, np.uint8)
     shift = -room.ctypes.data % STRIPE
-    frame, begin = room[shift : shift + padded + whole], tensor.ctypes.data
+    frame, other = room[shift:][: 2 * (padded + whole)].reshape(2, -1)
+    begin = tensor.ctypes.data
     places = (
         Place(0, begin, 0, 1, 0, rows, step, width, padded // STRIPE),
         Place(padded, begin + step * rows, 0, 1, 0, 1, 0, whole, whole // STRIPE),
     )
-    at, shifts = np.array([frame.ctypes.data]), np.zeros((1, 1, 1), np.int64)
+    at = np.array([frame.ctypes.data, other.ctypes.data])
+    shifts = np.zeros((2, 1, 1), np.int64)  # both are of the same tensor
     run = Run(table_of(places), at, shifts, frame.size, past)
     found = run.gather(0, 1)
     lines = tensor[: step * rows].reshape(rows, step)[:, :width].tobytes()
     due = lines.ljust(padded, b"\0"), tensor[step * rows :].tobytes()
     if frame.tobytes() != b"".join(due) or found != [tuple(map(xxhash.xxh3_128_digest, due))]:
         return False
-    run.expect(0, found)
+    other[:] = frame
+    run.expect(0, found * 2)
     before = tensor.copy()
-    tensor[: step * rows].reshape(rows, step)[:, :width], tensor[step * rows :] = 0, 0
-    if run.scatter(0, 1, 0, 1) != -1 or not np.array_equal(tensor, before):
-        return False
-    frame[-1] ^= 1
-    return run.scatter(0, 0, 0, 1) == 0
+    for summed in (0, 1):  # the frame itself is summed on its way; another one beside it
+        tensor[: step * rows].reshape(rows, step)[:, :width], tensor[step * rows :] = 0, 0
+        if run.scatter(0, 1, summed, summed + 1) != -1 or not np.array_equal(tensor, before):
+            return False
+    other[-1] ^= 1
+    return run.scatter(0, 1, 1, 2) == 1 and run.scatter(0, 0, 1, 2) == 1
 
 
 def suits(places: Sequence[Place]) -> bool:
