@@ -86,6 +86,12 @@ class Chain:
         packer = self.packer is None or self.packer.lossless
         return packer and all(codec.lossless for codec in self.tensor_codecs)
 
+    @property
+    def uncoded(self) -> list[str]:
+        """Its name, if a step counts on a bytes codec that is not there."""
+        missing = self.packer is not None and self.packer.needs_coding and self.squeezer is None
+        return [self.name] if missing else []
+
     def _outputs(
         self, shape: tuple[int, ...], dtype: str, tensor: str
     ) -> list[tuple[tuple[int, ...], str]]:
@@ -202,6 +208,11 @@ class Chains:
     def lossless(self) -> bool:
         """Whether decoding gives back every bit of every section."""
         return all(rule.chain.lossless for rule in self.rules)
+
+    @property
+    def uncoded(self) -> list[str]:
+        """Names of those chains of which a step counts on a bytes codec that is not there."""
+        return [name for rule in self.rules for name in rule.chain.uncoded]
 
     def of(self, layer: int, tensor: str) -> Chain:
         """Chain of the sections of one tensor of one model layer."""

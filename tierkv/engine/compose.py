@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tierkv.abc import Backend, Policy
+    from tierkv.chains import Chain, Chains
     from tierkv.config import EngineConfig, Tier
     from tierkv.mover.core import Core
 
 __all__ = ["describe", "make_decisions", "make_levels", "open_level", "tenant_limits"]
+
+
+_log = logging.getLogger("tierkv")
+
+
+def _parsed(where: str, text: str) -> Chain | Chains:
+    """Read a chain, and warn of one that takes more room than its reader expects."""
+    chain = parse_chains(text)
+    for name in chain.uncoded:
+        _log.warning(
+            "%s: %r alone takes up to a byte for each number: write '%s+rans' or '%s+zstd'",
+            *(where, name, name, name),
+        )
+    return chain
 
 
 def tenant_limits(config: EngineConfig) -> dict[str, TenantLimits]:
@@ -52,7 +68,7 @@ def make_levels(config: EngineConfig, backends: Sequence[Backend] | None) -> lis
     levels = []
     for index, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True)):
         # an unknown codec is found at start, not at the first store
-        chain = parse_chains(tier_chain(config, tier))
+        chain = _parsed(f"tier {tier.name!r}", tier_chain(config, tier))
         if tier.candidate is None:
             levels.append(Level(index, backend, chain.name, tier.write_through))
             continue
@@ -100,7 +116,7 @@ def _rules(config: EngineConfig, tier: Tier) -> list[Rule]:
     """The rules of compression that copies in a tier may come to meet."""
     rules = later_rules(config, tier)
     for rule in rules:
-        parse_chains(rule.chain)  # an unknown codec is found at start
+        _parsed("compression", rule.chain)  # an unknown codec is found at start
     return [
         Rule(
             chain=rule.chain,

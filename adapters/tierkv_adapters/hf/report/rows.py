@@ -31,10 +31,13 @@ CHAINS: Final = (
     "int4+zstd",
     "rot4",
     "rot4+zstd",
+    "ecq4+rans",
     "int3",
     "rot3",
+    "ecq3+rans",
     "int2",
     "rot2",
+    "ecq2+rans",
 )
 """What is measured by default."""
 
