@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import tierkv
-from tierkv import cli, registry
+from tierkv import cli, jit, registry
 from tierkv.cli import LazyCommand, main
 from tierkv_backends.host import HostBackend
 
@@ -178,8 +178,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["schema_version"] == 1
     assert facts["tierkv"] == tierkv.__version__
     assert {"host", "nvme"} <= set(facts["plugins"]["backends"])
+    assert facts["machine_code"] is (jit.host() is not None)
     assert main(["version"]) == 0
-    assert "backends" in capsys.readouterr().out
+    assert {"backends", "machine"} <= set(capsys.readouterr().out.split())
 
 
 def _command(monkeypatch: pytest.MonkeyPatch, function: Callable[..., None] | None) -> None:

@@ -26,7 +26,7 @@ import typer
 
 import tierkv
 from tierkv import config as configuration
-from tierkv import registry
+from tierkv import jit, registry
 from tierkv.errors import ConfigError, MissingDependencyError, TierKVError, TraceError
 from tierkv.units import format_bytes
 
@@ -185,15 +185,17 @@ def _version(as_json: _Json = False) -> None:
         "tierkv": tierkv.__version__,
         "python": platform.python_version(),
         "torch": _installed("torch"),
+        "machine_code": jit.host() is not None,
         "plugins": {kind: registry.names(kind) for kind in get_args(registry.Kind)},
     }
     if as_json:
         _print_json(facts)
         return
     for name in ("tierkv", "python", "torch"):
-        print(f"{name:10} {facts[name] or 'not installed'}")
+        print(f"{name:12} {facts[name] or 'not installed'}")
+    print("machine code", "on" if facts["machine_code"] else "off (it comes with the extra 'fast')")
     for kind, names in facts["plugins"].items():
-        print(f"{kind:10} {' '.join(names) or '-'}")
+        print(f"{kind:12} {' '.join(names) or '-'}")
 
 
 @_config_app.command("show")

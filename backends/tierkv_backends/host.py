@@ -11,8 +11,7 @@ from tierkv.abc import OK, BackendStats, IoResult, MemoryBackend
 from tierkv.buffers import Arena
 from tierkv.errors import BackendError, CapacityError, ClosedError
 from tierkv.frame import PAGE
-from tierkv.units import parse_bytes
-from tierkv_backends.options import check_options
+from tierkv_backends.options import check_options, read_size
 from tierkv_backends.results import FULL, MISSING, SHORT
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class HostBackend(MemoryBackend):
         check_options(tier, ("touch",))
         self.name = tier.name
         self._capacity = tier.capacity_bytes
-        self._touch = parse_bytes(tier.options.get("touch", 64 << 20))
+        self._touch = read_size(tier, "touch", 64 << 20)
         self._arena: Arena | None = None
         self._threads: Threads | None = None
         self._entries: dict[PartId, _Entry] = {}

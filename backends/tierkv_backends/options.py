@@ -6,14 +6,14 @@ import difflib
 from typing import TYPE_CHECKING
 
 from tierkv.errors import ConfigError
-from tierkv.units import format_bytes
+from tierkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.config import Tier
 
-__all__ = ["check_choice", "check_disk", "check_options"]
+__all__ = ["check_choice", "check_disk", "check_options", "read_size"]
 
 
 def check_options(tier: Tier, known: Sequence[str]) -> None:
@@ -31,6 +31,18 @@ def check_options(tier: Tier, known: Sequence[str]) -> None:
         raise ConfigError(
             f"tier {tier.name!r}: no option {name!r} for kind {tier.kind!r}{hint} (known: {listed})"
         )
+
+
+def read_size(tier: Tier, name: str, default: int) -> int:
+    """Return an option that is a size, in bytes.
+
+    Raises:
+        ConfigError: naming the tier and the option.
+    """
+    try:
+        return parse_bytes(tier.options.get(name, default))
+    except ConfigError as error:
+        raise ConfigError(f"tier {tier.name!r}, option {name!r}: {error}") from error
 
 
 def check_choice(tier: Tier, name: str, choices: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ async def test_an_unknown_device_is_a_backend_error(tmp_path: Path) -> None:
     ("settings", "match"),
     [
         ({"options": {"chunks": 1}}, "did you mean 'chunk'"),
-        ({"options": {"chunk": "some"}}, "not a size"),
+        ({"options": {"chunk": "some"}}, "option 'chunk': not a size"),
         ({"path": "kv"}, "path has no meaning"),
         ({"device": "cuad:0"}, "did you mean 'cuda'"),
     ],

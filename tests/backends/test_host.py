@@ -121,7 +121,7 @@ async def test_impossible_memory_is_a_backend_error(tmp_path: Path) -> None:
 def test_options_are_strict() -> None:
     with pytest.raises(ConfigError, match="did you mean 'touch'"):
         HostBackend(Tier("host", "1MiB", options={"tuoch": 1}))
-    with pytest.raises(ConfigError, match="not a size"):
+    with pytest.raises(ConfigError, match="option 'touch': not a size"):
         HostBackend(Tier("host", "1MiB", options={"touch": "all"}))
 
 

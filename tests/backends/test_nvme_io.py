@@ -290,7 +290,7 @@ async def test_flush_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"segmnet": 1}, "did you mean 'segment'"),
         ({"io": "fast"}, "io must be one of"),
         ({"segment": 100}, "at least 4096"),
-        ({"segment": "many"}, "not a size"),
+        ({"segment": "many"}, "option 'segment': not a size"),
     ],
 )
 def test_options_are_strict(options: dict[str, Any], message: str, tmp_path: Path) -> None:

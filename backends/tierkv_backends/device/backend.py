@@ -11,11 +11,11 @@ from tierkv.abc import OK, BackendStats, IoResult, IoStatus, Resident, ResidentB
 from tierkv.errors import BackendError, ClosedError, ConfigError
 from tierkv.frame import PAGE
 from tierkv.registry import resolve
-from tierkv.units import format_bytes, parse_bytes
+from tierkv.units import format_bytes
 from tierkv_backends.device.copies import Batch, Traffic
 from tierkv_backends.device.frames import Borrowed, Entry, Frames
 from tierkv_backends.device.pool import DevicePool, PoolBuffer, pages_of
-from tierkv_backends.options import check_options
+from tierkv_backends.options import check_options, read_size
 from tierkv_backends.results import FULL, MISSING, SHORT
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class DeviceBackend(ResidentBackend):
         self._own: Device | None = None
         self._capacity = tier.capacity_bytes // PAGE * PAGE
         default = min(self._capacity // _SHARES, _CHUNK)
-        chunk = parse_bytes(tier.options.get("chunk", default))
+        chunk = read_size(tier, "chunk", default)
         self._chunk = min(max(chunk, PAGE), self._capacity)
         self._pool: DevicePool | None = None
         self._threads: Threads | None = None

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from tierkv.abc import Backend, BackendStats
 from tierkv.errors import BackendError, ClosedError, ConfigError
-from tierkv.units import parse_bytes
 from tierkv_backends.nvme.gds import Unavailable, load
 from tierkv_backends.nvme.shards import Hops, split
 from tierkv_backends.nvme.space import reserve_bytes
 from tierkv_backends.nvme.store import Settings, Store
 from tierkv_backends.nvme.transfer import PAGE
 from tierkv_backends.nvme.writing import WriteJob
-from tierkv_backends.options import check_choice, check_disk, check_options
+from tierkv_backends.options import check_choice, check_disk, check_options, read_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +80,7 @@ class NvmeBackend(Backend):
         if mode == "gds" and gds == "off":
             raise ConfigError(f"tier {tier.name!r}: io = 'gds' and gds = 'off' exclude each other")
         default = max(min(64 << 20, capacity // 8), capacity // 256)
-        segment = parse_bytes(tier.options.get("segment", default)) // PAGE
+        segment = read_size(tier, "segment", default) // PAGE
         if not 1 <= segment < 2**32:
             raise ConfigError(f"tier {tier.name!r}: a segment has at least {PAGE} bytes")
         self.name = tier.name

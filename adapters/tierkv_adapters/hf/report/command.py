@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,8 @@ from tierkv_adapters.hf.report.rows import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.status import Status
 
 __all__ = ["codec_report", "subject_of"]
 
@@ -63,9 +66,9 @@ def codec_report(
 ) -> None:
     """Measure codec chains on a model's own KV: size, speed, and what they do to its answers.
 
+    Takes five minutes of processor time and more; fewer --chains or a smaller --prefix take less.
     Chains marked with a star were measured with the first block of the prefix kept exact. With
-    --allocate, one more row has rules that give each part of the model no more bits than the bound
-    of the KL asks for; that takes some minutes.
+    --allocate, one more row gives each part of the model as few bits as the bound of the KL allows.
     """
     names = _chains(chains)
     if plot_file is not None:
@@ -80,13 +83,13 @@ def codec_report(
     pairs = [(k, v) for k, v in kv]
     rows: list[Row] = []
     with log.status("measuring") as status:
-        for name in names:
-            status.update(f"measuring {name}")
+        for number, name in enumerate(names, 1):
+            _tell(log, status, f"{number} of {len(names)}: {name}")
             rows.append(measure(pairs, name, subject=subject))
             if not lossless[name]:
                 rows.append(measure(pairs, name, subject=subject, exact_first=1, timed=False))
         if allocation:
-            status.update("looking for a chain for each layer and tensor")
+            _tell(log, status, "looking for a chain for each layer and tensor")
             found = allocate(pairs, subject, kl_bound)
             rows += [] if found is None else [found]
     best = recommend(rows, kl_bound)
@@ -96,6 +99,12 @@ def codec_report(
         print(json.dumps(_document(model, rows, best, kl_bound), indent=2))
         return
     _show(Console(), model, rows, best, kl_bound)
+
+
+def _tell(log: Console, status: Status, what: str) -> None:
+    status.update(what)
+    if not log.is_terminal:  # where no line can move, each step has one
+        log.print(what)
 
 
 def subject_of(model: str, text: Path | None, prefix: int, scored: int) -> Subject:
@@ -152,8 +161,8 @@ def _document(model: str, rows: Sequence[Row], best: Row | None, bound: float) -
 def _show(
     console: Console, model: str, rows: Sequence[Row], best: Row | None, bound: float
 ) -> None:
-    table = Table(title=f"codec chains on {model}")
-    table.add_column("chain")
+    table = Table(title=f"codec chains on {model}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("chain", no_wrap=True)
     for column in ("bits", "ratio", "enc", "dec", "KL", "top-1", "dNLL", "dlogit"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -170,6 +179,7 @@ def _show(
         )
     console.print(table)
     console.print("* first block exact. enc, dec: GB/s of raw bytes, one core.")
+    console.print("KL of raw: what the dtype of the KV costs; lossless chains add nothing to it.")
     console.print("dNLL: change of the negative log-likelihood; dlogit: largest change of a logit.")
     if best is None:
         console.print(f"no chain stays within a KL of {bound:g}: store raw, or raise --kl-bound")
