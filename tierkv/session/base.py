@@ -105,6 +105,8 @@ class Handle:
             raise ClosedError(f"this handle on session {self.id!r} is open already")
         if self.runtime.core.closed:
             raise ClosedError("the engine is closed")
+        if not self.lossy:
+            self._table.greet_exact(self.state)
         self.state.handles += 1
         self._open = True
         if self._ttl is not None:

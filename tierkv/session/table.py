@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.blocks import KeyChain, part_id
+from tierkv.chains import parse_chains
 from tierkv.decisions.types import EvictReason
 from tierkv.errors import ConfigError
 from tierkv.frame import MAX_TENANT_BYTES
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from tierkv.traces.recording import Recorder
 
 __all__ = ["Runtime", "SessionInfo", "SessionState", "SessionTable", "Tail"]
+
+_log: Final = logging.getLogger("tierkv.session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,7 @@ class SessionTable:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._states: dict[tuple[bytes, str, str], SessionState] = {}
+        self._in_vain = not any(parse_chains(level.chain).lossless for level in core.levels)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -203,6 +208,16 @@ class SessionTable:
             state = self._states[key] = SessionState(name, tenant, space, salt)
             self._core.spaces[space.fingerprint] = space
         return state
+
+    def greet_exact(self, state: SessionState) -> None:
+        """Warn, once, where a session that takes no lossy copies will never find anything."""
+        if self._in_vain:
+            self._in_vain = False
+            _log.warning(
+                "session %r is exact, but every tier has a lossy codec: what it stores is a miss "
+                "to it. Open it with fidelity='lossy', or leave one tier a lossless codec",
+                state.id,
+            )
 
     def clear(self, state: SessionState) -> None:
         """Drop a session's history, references and private tail. Idempotent."""
