@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -105,3 +106,38 @@ def test_switched_off_there_is_no_machine_code() -> None:
         timeout=60,
     )
     assert "'fast'" in done.stdout
+
+
+FORKING = f"""
+import ctypes, os, threading, time
+from tierkv import jit
+from tierkv.jit import llvm
+
+held = threading.Event()
+
+def compiling():
+    with llvm._compiling:
+        held.set()
+        time.sleep(0.3)
+
+threading.Thread(target=compiling).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    twice = jit.function({_SUM!r}, "twice", ctypes.c_int64, (ctypes.c_int64,))
+    os._exit(twice(21))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@compiles
+def test_who_is_forked_while_somebody_compiles_can_compile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "42"

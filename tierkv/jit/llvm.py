@@ -21,7 +21,13 @@ _OLDEST: Final = 17
 """Version of LLVM from which on pointers have no types in its language, as they have none here."""
 _Wanted = tuple[str, type[Any] | None, tuple[type[Any], ...]]
 
-_compiling = threading.Lock()
+_compiling = threading.RLock()
+# A fork waits for who compiles: a lock that another thread holds would stay shut in the child.
+os.register_at_fork(
+    before=_compiling.acquire,
+    after_in_parent=_compiling.release,
+    after_in_child=_compiling.release,
+)
 _made: dict[tuple[str, tuple[_Wanted, ...]], list[Callable[..., Any]]] = {}
 _engines: list[Any] = []  # machine code lives as long as the engine that made it
 
@@ -50,10 +56,10 @@ def host() -> Host | None:
     if os.environ.get("TIERKV_FAST") == "0" or importlib.util.find_spec("llvmlite") is None:
         return None
     try:
-        llvm = importlib.import_module("llvmlite.binding")
-        if llvm.llvm_version_info[0] < _OLDEST:
-            raise RuntimeError(f"it has LLVM {llvm.llvm_version_info[0]}")
-        with _compiling:
+        with _compiling:  # the import, too: it has locks of its own
+            llvm = importlib.import_module("llvmlite.binding")
+            if llvm.llvm_version_info[0] < _OLDEST:
+                raise RuntimeError(f"it has LLVM {llvm.llvm_version_info[0]}")
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
             able = frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
