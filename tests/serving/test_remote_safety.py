@@ -53,8 +53,10 @@ def test_f091_a_pickle_is_not_run(
     with dial(server) as sock:
         sock.sendall(HELLO + encode({"op": "explain", "tokens": True}, bomb))
         sock.sendall(encode({"op": "hold", "line": "x"}, bomb))
-        sock.shutdown(socket.SHUT_WR)
-        assert b"ConfigError" in rest(sock)
+        told = b""
+        while b"ConfigError" not in told:  # who hangs up first is not always answered
+            told += (more := sock.recv(1 << 16))
+            assert more, told
     assert not marker.exists()
     works(server)
 
