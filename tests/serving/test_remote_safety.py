@@ -44,6 +44,7 @@ def test_f091_a_pickle_is_not_run(
 ) -> None:
     marker = tmp_path / "ran"
     bomb = pickle.dumps(_Marker(str(marker)))
+    bomb += b"." * (1 - len(bomb) % 2)  # no whole number of token ids, however long the path
     frame = HEAD.pack(len(bomb), len(bomb)) + bomb + bomb
     for said in (bomb, frame, HELLO + bomb, HELLO + frame):
         sock = dial(server)
@@ -53,10 +54,8 @@ def test_f091_a_pickle_is_not_run(
     with dial(server) as sock:
         sock.sendall(HELLO + encode({"op": "explain", "tokens": True}, bomb))
         sock.sendall(encode({"op": "hold", "line": "x"}, bomb))
-        told = b""
-        while b"ConfigError" not in told:  # who hangs up first is not always answered
-            told += (more := sock.recv(1 << 16))
-            assert more, told
+        sock.shutdown(socket.SHUT_WR)
+        assert b"ConfigError" in rest(sock)
     assert not marker.exists()
     works(server)
 
