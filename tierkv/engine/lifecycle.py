@@ -132,7 +132,7 @@ class Lifecycle(Parts):
 
     async def _open(self, core: Core, attempted: list[Level]) -> None:
         """Open whatever start() promises; ``attempted`` tells which tiers need closing."""
-        if not copying.ready():  # a quarter of a second, once in a process; nobody waits for it
+        if not copying.known():  # a quarter of a second, once in a process; nobody waits for it
             self.workers.spawn(
                 self.workers.run, copying.prepare, name="compile", lane=Lane.BACKGROUND
             )

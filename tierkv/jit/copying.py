@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]
 
-__all__ = ["PAST_CACHES", "TEXT", "Place", "Run", "prepare", "ready", "suits", "table_of"]
+__all__ = ["PAST_CACHES", "TEXT", "Place", "Run", "known", "prepare", "ready", "suits", "table_of"]
 
 PAST_CACHES: Final = 1 << 20
 """Bytes of a run from which on targets are written past the caches.
@@ -104,11 +104,16 @@ def ready() -> bool:
     Compiling takes a quarter of a second, once in a process: not where an event loop runs in this
     thread. There the answer is no until some other thread has asked, or :func:`prepare` was called.
     """
-    if not _right.cache_info().currsize:
+    if not known():
         with suppress(RuntimeError):
             asyncio.get_running_loop()
             return False
     return _right()
+
+
+def known() -> bool:
+    """Whether it was found out if there is machine code: then :func:`prepare` has nothing to do."""
+    return _right.cache_info().currsize > 0
 
 
 def prepare() -> None:
