@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tierkv.abc import TensorBytesCodec
+
 __all__ = [
     "FLOATS",
     "GROUP",
@@ -37,6 +39,7 @@ __all__ = [
     "check_grouping",
     "check_row",
     "dtype_name",
+    "due_bytes",
     "grouped_as",
     "nearest",
     "read_row",
@@ -58,6 +61,22 @@ _HUGE: Final = 2.0**127  # no step is as large
 def dtype_name(tensor: torch.Tensor) -> str:
     """Name of a dtype, as layouts have it."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def due_bytes(
+    codec: TensorBytesCodec, data: memoryview, shape: tuple[int, ...], dtype: str, tensor: str
+) -> int:
+    """Length of the encoding of such a tensor.
+
+    Raises:
+        CodecError: if that of ``data`` is another one.
+    """
+    due = codec.encoded_bytes(shape, dtype, tensor)
+    if len(data) != due:
+        raise CodecError(
+            f"{codec.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
+        )
+    return due
 
 
 def check_grouping(name: str, grouping: str) -> None:

@@ -41,7 +41,7 @@ from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
 from tierkv_codecs import rope, step_loops
-from tierkv_codecs.affine import FLOATS, Groups, dtype_name
+from tierkv_codecs.affine import FLOATS, Groups, dtype_name, due_bytes
 from tierkv_codecs.packing import pack, packed_bytes, unpack
 from tierkv_codecs.step_sizes import STILL, steps
 from tierkv_codecs.stepping import Keys, Rows, keys_of, rows_of
@@ -134,11 +134,7 @@ class Stepped(TensorBytesCodec):
             CodecError: if ``data`` is not the encoding of such a tensor.
         """
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(
-                f"{self.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
-            )
+        due = due_bytes(self, data, shape, dtype, tensor)
         if due == 0:
             return
         base = float(np.frombuffer(data, np.float32, 1)[0])

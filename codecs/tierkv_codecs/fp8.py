@@ -19,7 +19,6 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from tierkv.abc import TensorBytesCodec
-from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
 from tierkv_codecs import accelerated
@@ -29,6 +28,7 @@ from tierkv_codecs.affine import (
     check_finite,
     check_grouping,
     dtype_name,
+    due_bytes,
     grouped_as,
 )
 from tierkv_codecs.kernels import bits16, kernel
@@ -148,9 +148,7 @@ class Fp8(TensorBytesCodec):
         import torch
 
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(f"fp8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
+        due = due_bytes(self, data, shape, dtype, tensor)
         if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), _WHOLE)

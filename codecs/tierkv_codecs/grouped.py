@@ -21,7 +21,6 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from tierkv.abc import TensorBytesCodec
-from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
 from tierkv_codecs import accelerated, compiled
@@ -33,6 +32,7 @@ from tierkv_codecs.affine import (
     check_finite,
     check_grouping,
     dtype_name,
+    due_bytes,
     grouped_as,
     nearest,
     read_row,
@@ -120,11 +120,7 @@ class Grouped(TensorBytesCodec):
         import torch
 
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(
-                f"{self.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
-            )
+        due = due_bytes(self, data, shape, dtype, tensor)
         if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = Groups.of(shape, grouped_as(self.grouping, tensor), self.group)

@@ -30,7 +30,7 @@ from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
 from tierkv_codecs import accelerated
-from tierkv_codecs.affine import Groups, check_grouping, dtype_name, grouped_as
+from tierkv_codecs.affine import Groups, check_grouping, dtype_name, due_bytes, grouped_as
 from tierkv_codecs.kernels import bits16, kernel
 
 if TYPE_CHECKING:
@@ -234,9 +234,7 @@ class Int8(TensorBytesCodec):
         import torch
 
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(f"int8: {len(data)} bytes are not {dtype} {shape}, which takes {due}")
+        due = due_bytes(self, data, shape, dtype, tensor)
         if due == 0 or accelerated.decode(self, data, tensor, into):
             return
         groups = self._groups(shape, tensor)

@@ -27,7 +27,7 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
-from tierkv_codecs.affine import FLOATS, check_finite, dtype_name
+from tierkv_codecs.affine import FLOATS, check_finite, dtype_name, due_bytes
 from tierkv_codecs.int8 import Int8
 
 if TYPE_CHECKING:
@@ -156,11 +156,7 @@ class LowRank(TensorBytesCodec):
         import torch
 
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(
-                f"lowrank: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
-            )
+        due = due_bytes(self, data, shape, dtype, tensor)
         if due == 0:
             return
         sizes = _Sizes.of(shape)

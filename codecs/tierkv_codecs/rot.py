@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from tierkv.errors import CodecError
 from tierkv_codecs import accelerated, rotating
 from tierkv_codecs.affine import (
     ROW_BYTES,
     check_finite,
     dtype_name,
+    due_bytes,
     grouped_as,
     read_row,
     row_of,
@@ -169,11 +169,7 @@ class Rotated(Grouped):
         import torch
 
         shape, dtype = tuple(into.shape), dtype_name(into)
-        due = self.encoded_bytes(shape, dtype, tensor)
-        if len(data) != due:
-            raise CodecError(
-                f"{self.name}: {len(data)} bytes are not {dtype} {shape}, which takes {due}"
-            )
+        due = due_bytes(self, data, shape, dtype, tensor)
         if accelerated.decode(self, data, tensor, into):
             return
         if due == 0 or self._per_channel(shape, tensor):
