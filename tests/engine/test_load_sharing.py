@@ -87,8 +87,10 @@ async def test_parts_of_one_block_that_several_others_read_are_read_once_more(
             job = rig.engine.workers.spawn(load, session, ids)
             await gate.arrived(3)
             assert [flight.users for flight in others] == [1, 1]
+            assert rig.engine.stats().in_flight == 6  # two of them apart
             gate.open_gate()
             tokens, back = await job.wait()
+            assert rig.engine.stats().in_flight == 0
             assert tokens == 32
             assert back.same(kv, 32)
         for flight in others:

@@ -127,14 +127,15 @@ class Fetcher:
         self.promoted: Callable[[Level, Sequence[StoredPart], Space], None] | None = None
         self._flights: dict[tuple[PartId, int, int], Flight] = {}
         self._started = 0
+        self._in_flight = 0  # more than can be joined: some fly apart
 
     def __repr__(self) -> str:
-        return f"<Fetcher: {len(self._flights)} flights>"
+        return f"<Fetcher: {self._in_flight} flights>"
 
     @property
     def in_flight(self) -> int:
-        """Reads under way."""
-        return len(self._flights)
+        """Reads under way, shared or not."""
+        return self._in_flight
 
     def lands(self, source: Level) -> Level | None:
         """The fastest memory tier above ``source``: where its parts land when they are read."""
@@ -184,6 +185,7 @@ class Fetcher:
                     self._started += 1
                 number = batch[0].number if batch else self._started
                 flight = Flight(want, number, demand=demand)
+                self._in_flight += 1
                 if not apart:
                     self._flights[key] = flight
                 batch.append(flight)
@@ -211,6 +213,7 @@ class Fetcher:
                 del self._flights[key]
             if flight.frame is None and flight.failure is None:
                 flight.failure = EvictReason.FAILED
+            self._in_flight -= not flight.landed.is_set()
             flight._land()
 
     async def _fly(self, level: Level, flights: list[Flight]) -> None:
