@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+
+import pytest
 
 from benchmarks import overhead
 from benchmarks.report import emit, paired
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_overhead_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,17 +32,21 @@ def test_a_missed_limit_is_a_finding(
     assert "overhead" in capsys.readouterr().out
 
 
-def test_paired_times_both_in_turns() -> None:
+def test_paired_times_both_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now)
+    monkeypatch.setattr("benchmarks.report.time", clock)
 
-    def slow() -> None:
-        order.append("a")
-        time.sleep(0.004)
+    def takes(seconds: float, name: str) -> None:
+        nonlocal now
+        now += seconds
+        order.append(name)
 
-    result = paired(slow, lambda: order.append("b"), 4)
+    result = paired(lambda: takes(0.004, "a"), lambda: takes(0.001, "b"), 4)
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b", "b", "a"]
-    assert result.a.median >= 0.004
-    assert result.ratio.low > 1
+    assert result.a.median == pytest.approx(0.004)
+    assert result.ratio.low == pytest.approx(4)
     assert result.a.low <= result.a.median <= result.a.high
 
 

@@ -64,8 +64,8 @@ class Evictor(Victims):
         most = _LOOK_PAST if len(rules) < 2 else _LOOK_FURTHER
         # one order for all and no rules, as nearly always: what coldest() comes to then
         order = partitions[0][1] if len(partitions) == 1 and not (room.own or rules) else None
-        # as fate() has it: no tier is slower
-        certain = order is not None and tier == len(at.tiers) - 1
+        if order is not None and tier == len(at.tiers) - 1:
+            return self._drop_coldest(order, room, missing, now)
         before, touched = room.before, at.index.touched
         passed: list[tuple[Policy, int]] = []
         while missing > 0 and room.limit > 0 and len(passed) < most:
@@ -82,9 +82,6 @@ class Evictor(Victims):
             if before is not None and touched[row] > before:
                 break
             room.missing = missing
-            if certain:
-                missing -= self.drop(row, room, now)
-                continue
             gained = take(row, room, now)
             if gained is None:
                 policy.hold(row)
@@ -95,6 +92,17 @@ class Evictor(Victims):
             # dropping others may have changed or even removed it
             if self._at.index.free[row] >> room.tier & 1:
                 policy.release(row)
+        return missing
+
+    def _drop_coldest(self, order: Policy, room: Room, missing: int, now: float) -> int:
+        """As :meth:`_search`, where no tier is slower: what is offered may go, as fate() has it."""
+        before, touched = room.before, self._at.index.touched
+        victim, drop = order.victim, self.drop
+        while missing > 0 and room.limit > 0:
+            row = victim()
+            if row is None or (before is not None and touched[row] > before):
+                break
+            missing -= drop(row, room, now)
         return missing
 
     def _unblock(self, room: Room, missing: int, now: float) -> int:

@@ -41,12 +41,16 @@ class Departure(NamedTuple):
 
 
 class History:
-    """Ring of the last ``limit`` departures; an older one is forgotten first."""
+    """Ring of the last ``limit`` departures; an older one is forgotten first.
 
-    __slots__ = ("_limit", "_next", "_parts", "_slots", "_time", "_why")
+    Attributes:
+        limit: Most departures that are remembered; 0: none are.
+    """
+
+    __slots__ = ("_next", "_parts", "_slots", "_time", "_why", "limit")
 
     def __init__(self, limit: int) -> None:
-        self._limit = max(0, limit)
+        self.limit = max(0, limit)
         self._next = 0
         self._parts: list[PartId] = []
         self._slots: dict[PartId, int] = {}
@@ -58,10 +62,10 @@ class History:
 
     def note(self, part: PartId, reason: MissReason, tier: int, now: float) -> None:
         """Remember why a part is not there."""
-        if not self._limit:
+        if not self.limit:
             return
         slot, parts, slots = self._next, self._parts, self._slots
-        self._next = slot + 1 if slot + 1 < self._limit else 0
+        self._next = slot + 1 if slot + 1 < self.limit else 0
         if slot == len(parts):
             parts.append(part)
             self._why.append(0)

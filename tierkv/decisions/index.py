@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,11 +17,25 @@ if TYPE_CHECKING:
 
     from tierkv.blocks import PartId
 
-__all__ = ["EXACT", "IDENT", "MAX_TIERS", "NO_ROW", "ORPHAN", "PRIVATE", "Index", "identify"]
+__all__ = [
+    "EXACT",
+    "IDENT",
+    "MAX_TIERS",
+    "NO_ROW",
+    "ORPHAN",
+    "PRIVATE",
+    "TIERS_OF",
+    "Index",
+    "identify",
+]
 
 NO_ROW: Final = -1
 MAX_TIERS: Final = 8
 """Tiers that fit the one-byte masks."""
+TIERS_OF: Final = tuple(
+    tuple(tier for tier in range(MAX_TIERS) if mask >> tier & 1) for mask in range(1 << MAX_TIERS)
+)
+"""Tiers of each mask, fastest first: to look them up takes a third of taking the mask apart."""
 
 EXACT: Final = 1
 """Flag: the KV is exact, not derived."""
@@ -153,7 +168,7 @@ class Index:
             self.size += 1
         self._names[row >> _STEP_BITS][row & (STEP - 1)] = part
         self.rows[part] = row
-        self.expiry[row] = float("inf")
+        self.expiry[row] = inf
         self.tenant[row] = tenant
         if parent >= 0:
             self.link(row, parent)
@@ -169,12 +184,12 @@ class Index:
             self.before[head] = row
         self.first[parent] = row
         shown = self.shown[row]
-        for tier, children in enumerate(self.children if shown else ()):
-            if shown >> tier & 1:
-                children[parent] += 1
+        if shown:
+            for tier in TIERS_OF[shown]:
+                self.children[tier][parent] += 1
 
-    def remove(self, row: int) -> None:
-        """Forget a row that has neither copies nor children."""
+    def remove(self, row: int, part: PartId) -> None:
+        """Forget the row of a part that has neither copies nor children."""
         parent = self.parent[row]
         if parent >= 0:
             after, before = self.after[row], self.before[row]
@@ -186,9 +201,8 @@ class Index:
                 self.first[parent] = after
             self.parent[row] = NO_ROW
         self.flags[row] = 0  # other columns are written before they are read again
-        names = self._names[row >> _STEP_BITS]
-        del self.rows[names[row & (STEP - 1)]]
-        names[row & (STEP - 1)] = None
+        del self.rows[part]
+        self._names[row >> _STEP_BITS][row & (STEP - 1)] = None
         self._spare.append(row)
 
     def kids(self, row: int) -> Iterator[int]:

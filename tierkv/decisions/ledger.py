@@ -138,20 +138,22 @@ class Ledger:
         if self.reserved[tier] < 0 or self._usage[tenant][tier] < 0:
             self._negative(tier, tenant)
 
-    def charge(self, tier: int, tenant: int, nbytes: int, reserved: int) -> None:
-        """Count a copy that became resident, for which ``reserved`` bytes were set aside."""
+    def charge(self, tier: int, tenant: int, copies: int, nbytes: int, reserved: int) -> None:
+        """Count copies that became resident, for which ``reserved`` bytes were set aside."""
         self.used[tier] += nbytes
-        self.entries[tier] += 1
-        self.reserved[tier] -= reserved
-        self._usage[tenant][tier] += nbytes - reserved
-        if self.reserved[tier] < 0:
+        self.entries[tier] += copies
+        left = self.reserved[tier] = self.reserved[tier] - reserved
+        if nbytes != reserved:
+            self._usage[tenant][tier] += nbytes - reserved
+        if left < 0:
             self._negative(tier, tenant)
 
     def discharge(self, tier: int, tenant: int, nbytes: int) -> None:
         """Uncount the bytes of a copy that is gone (its entry is uncounted when it is unlisted)."""
-        self.used[tier] -= nbytes
-        self._usage[tenant][tier] -= nbytes
-        if self.used[tier] < 0 or self._usage[tenant][tier] < 0:
+        used = self.used[tier] = self.used[tier] - nbytes
+        usage = self._usage[tenant]
+        usage[tier] = theirs = usage[tier] - nbytes
+        if used < 0 or theirs < 0:
             self._negative(tier, tenant)
 
     def _negative(self, tier: int, tenant: int) -> None:

@@ -160,7 +160,7 @@ def replay(lines: Iterable[bytes], decisions: Decisions) -> Iterator[bytes]:
     for number, line in enumerate(lines):
         try:
             call = json.loads(line)
-            op, now, args = call["op"], call["now"], call["args"]
+            op, now, args = str(call["op"]), call["now"], call["args"]
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"line {number + 1} is not one of a decision log: {error}") from error
         if number == 0 and (op != "header" or line != log.lines[0]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tierkv.decisions.history import MISS_OF_EVICTION
-from tierkv.decisions.index import IDENT, NO_ROW, ORPHAN, PRIVATE
+from tierkv.decisions.index import IDENT, NO_ROW, ORPHAN, PRIVATE, TIERS_OF
 from tierkv.decisions.standing import Standing
 from tierkv.decisions.types import Drop, EvictReason, MissReason
 
@@ -40,13 +40,9 @@ class Placement(Standing):
     def touch(self, row: int, clock: int, expiry: float) -> None:
         """Count an access of a resident row, and let it live until ``expiry`` at least."""
         index = self.index
-        lookup, tenant, mask = self._lookup, index.tenant[row], index.resident[row]
-        tier = 0
-        while mask:
-            if mask & 1:
-                lookup[tier][tenant].touch(row, clock)
-            mask >>= 1
-            tier += 1
+        lookup, tenant = self._lookup, index.tenant[row]
+        for tier in TIERS_OF[index.resident[row]]:
+            lookup[tier][tenant].touch(row, clock)
         index.touched[row] = clock
         if expiry > index.expiry[row]:
             index.expiry[row] = expiry
@@ -59,23 +55,21 @@ class Placement(Standing):
     def _used(self, row: int) -> None:
         """Note the first use of promoted copies."""
         mask, self.index.fresh[row] = self.index.fresh[row], 0
-        for tier in self.tiers:
-            self.guards[tier].used += mask >> tier & 1
+        for tier in TIERS_OF[mask]:
+            self.guards[tier].used += 1
 
     def shift(self, row: int, accesses: float) -> None:
         """Take a row's last use to lie so many accesses later, for those who order by it."""
-        mask, tenant = self.index.resident[row], self.index.tenant[row]
-        for tier in self.tiers:
-            if mask >> tier & 1:
-                self._lookup[tier][tenant].shift(row, accesses)
+        tenant = self.index.tenant[row]
+        for tier in TIERS_OF[self.index.resident[row]]:
+            self._lookup[tier][tenant].shift(row, accesses)
 
     def score(self, row: int, value: float) -> None:
         """Tell how important a row is, now and wherever it will be."""
         self.scores[row] = value
-        mask, tenant = self.index.resident[row], self.index.tenant[row]
-        for tier in self.tiers:
-            if mask >> tier & 1:
-                self._lookup[tier][tenant].score(row, value)
+        tenant = self.index.tenant[row]
+        for tier in TIERS_OF[self.index.resident[row]]:
+            self._lookup[tier][tenant].score(row, value)
 
     # ------------------------------------------------------------------ leases and holds
 
@@ -86,12 +80,8 @@ class Placement(Standing):
             return
         self.busy[row] = 1
         index, pinned = self.index, self.ledger.pinned
-        mask, tier = index.resident[row], 0
-        while mask:
-            if mask & 1:
-                pinned[tier] += index.charge[tier][row]
-            mask >>= 1
-            tier += 1
+        for tier in TIERS_OF[index.resident[row]]:
+            pinned[tier] += index.charge[tier][row]
         if index.free[row] or row in self.blocked:
             self.refresh(row)
 
@@ -103,14 +93,10 @@ class Placement(Standing):
             return
         del self.busy[row]
         index, pinned = self.index, self.ledger.pinned
-        mask = left = index.resident[row]
-        tier, leaf = 0, False
-        while left:
-            if left & 1:
-                pinned[tier] -= index.charge[tier][row]
-                leaf = leaf or not index.children[tier][row]
-            left >>= 1
-            tier += 1
+        mask, leaf = index.resident[row], False
+        for tier in TIERS_OF[mask]:
+            pinned[tier] -= index.charge[tier][row]
+            leaf = leaf or not index.children[tier][row]
         if self.deferred and row in self.deferred:
             for drop in self.deferred.pop(row):
                 pinned[drop.tier] -= drop.nbytes
@@ -153,6 +139,8 @@ class Placement(Standing):
 
     def collect(self) -> list[Drop]:
         """Take the copies whose last lease has ended; their bytes are free from now on."""
+        if not self.ready:
+            return []
         ready, self.ready = self.ready, []
         for tenant, drop in ready:
             self.ledger.discharge(drop.tier, tenant, drop.nbytes)
@@ -160,8 +148,19 @@ class Placement(Standing):
 
     # ------------------------------------------------------------------ copies
 
+    def expect(self, part: PartId, parent: int, tenant: int, tier: int) -> int:
+        """Make a row for a part that is being written into a tier, below ``parent`` (or none)."""
+        index = self.index
+        row = index.add(part, NO_ROW, tenant)
+        index.pending[row] = index.shown[row] = 1 << tier
+        if parent >= 0:
+            index.link(row, parent)
+            if index.resident[parent] and parent not in self.busy:
+                self.refresh(parent)
+        return row
+
     def place(
-        self, row: int, part: PartId, tier: int, nbytes: int, *, lossless: bool, clock: int
+        self, row: int, part: PartId, tier: int, nbytes: int, lossless: bool, clock: int
     ) -> None:
         """Make a copy resident whose bytes are counted already."""
         index, bit = self.index, 1 << tier
@@ -217,8 +216,11 @@ class Placement(Standing):
                 self.guards[tier].left(row)
         left = index.resident[row] & ~bit
         index.resident[row] = left
-        index.lossless[row] &= left
-        index.free[row] &= left
+        if left:
+            index.lossless[row] &= left
+            index.free[row] &= left
+        else:
+            index.lossless[row] = index.free[row] = 0
         if self.blocked:
             self.blocked.pop(row, None)
         self.ledger.entries[tier] -= 1
@@ -229,14 +231,14 @@ class Placement(Standing):
                 self.epoch += 1
         else:
             self.ledger.discharge(tier, tenant, nbytes)
-        if not left:
+        if not left and self.history.limit:
             if plain:  # by far the most frequent
                 self.history.note(part, _EVICTED, tier, now)
             elif reason is not _REPLACED:
                 self._depart(row, part, tier, reason, now)
         if self.moved is not None:
             self.moved(part)
-        self.settle(row)
+        self.settle(row, part)
         return None if deferred else drop
 
     def _depart(self, row: int, part: PartId, tier: int, reason: EvictReason, now: float) -> None:

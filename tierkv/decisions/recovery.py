@@ -60,9 +60,9 @@ def recover(
         index.expiry[row] = expiry
         if expiry < inf:
             at.calendar.add(row, expiry)
-        at.ledger.charge(tier, tenant, nbytes, 0)
+        at.ledger.charge(tier, tenant, 1, nbytes, 0)
         hole = not index.resident[row]
-        at.place(row, stored.part, tier, nbytes, lossless=stored.lossless, clock=at.clock)
+        at.place(row, stored.part, tier, nbytes, stored.lossless, at.clock)
         index.pending[row] &= ~(1 << tier)
         if hole:  # of parts that a faster tier kept
             at.refilled(row)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from tierkv.decisions.expiry import Calendar
 from tierkv.decisions.guarding import Guard
 from tierkv.decisions.history import History
-from tierkv.decisions.index import NO_ROW, ORPHAN, Index
+from tierkv.decisions.index import NO_ROW, ORPHAN, TIERS_OF, Index
 from tierkv.decisions.ledger import Ledger
 from tierkv.decisions.ruling import Ruled
 
@@ -61,8 +61,8 @@ class Standing:
 
     __slots__ = (
         "_factories",
+        "_faster",
         "_last",
-        "_levels",
         "_lookup",
         "_orphans",
         "_parts",
@@ -121,8 +121,8 @@ class Standing:
         self.groups = 1
         self._factories = tuple(policies)
         self._lookup: list[dict[int, Policy]] = [{} for _ in tiers]
-        self._levels = tuple((1 << tier, self._lookup[tier]) for tier in self.tiers)
         self._last = 1 << (len(tiers) - 1)
+        self._faster = range(len(tiers) - 1)
         self._parts: list[float] = [0.0 for _ in tiers]
         self.deferred: dict[int, list[Drop]] = {}
         self.ready: list[tuple[int, Drop]] = []
@@ -173,23 +173,34 @@ class Standing:
 
     # ------------------------------------------------------------------ consequences
 
-    def settle(self, row: int) -> None:
+    def settle(self, row: int, part: PartId) -> None:
         """Follow up on a copy that came or went: parent's counts, holes, empty rows."""
         index = self.index
-        self.sync(row)
-        if index.resident[row]:
-            self.refresh(row)
-        elif not index.pending[row]:
-            if index.first[row] >= 0:
-                self._orphans.append(index.name(row))
-            elif row not in self.busy:
-                parent = index.parent[row]
-                if self.watching or self.scores:
-                    self.recycle(row)
-                else:
-                    index.remove(row)
-                if parent >= 0 and not index.resident[parent]:
-                    self.prune(parent)
+        there = index.resident[row] | index.pending[row]
+        if there or index.first[row] >= 0 or row in self.busy:
+            self.sync(row)
+            if index.resident[row]:
+                self.refresh(row)
+            elif not there and index.first[row] >= 0:
+                self._orphans.append(part)
+            return
+        # it stands for nothing any more
+        parent, shown = index.parent[row], index.shown[row]
+        if shown:
+            index.shown[row] = 0
+            if parent >= 0:
+                for tier in TIERS_OF[shown]:
+                    index.children[tier][parent] -= 1
+        if self.watching or self.scores:
+            self.recycle(row, part)
+        else:
+            index.remove(row, part)
+        if parent < 0:
+            return
+        if not index.resident[parent]:
+            self.prune(parent)
+        elif parent not in self.busy:
+            self.refresh(parent)
 
     def refilled(self, row: int) -> None:
         """Note that a row without copies is being stored: its descendants may be whole again."""
@@ -211,14 +222,12 @@ class Standing:
             return
         mask = index.resident[parent]
         affected = mask == self._last  # a child anywhere can block a last copy there
-        while changed:
-            bit = changed & -changed
-            changed ^= bit
-            children, comes = index.children[bit.bit_length() - 1], 1 if shown & bit else 0
+        for tier in TIERS_OF[changed]:
+            children, comes = index.children[tier], shown >> tier & 1
             count = children[parent] + (1 if comes else -1)
             children[parent] = count
             # the first child that comes, or the last that goes
-            if count == comes and mask & bit:
+            if count == comes and mask >> tier & 1:
                 affected = True
         if affected and parent not in self.busy:
             self.refresh(parent)
@@ -228,13 +237,10 @@ class Standing:
         index = self.index
         mask, wanted = index.resident[row], 0
         if mask and row not in self.busy:
-            left = mask
-            while left:
-                bit = left & -left
-                left ^= bit
-                if not index.children[bit.bit_length() - 1][row]:
-                    wanted |= bit
-        if wanted == mask == self._last and index.first[row] >= 0 and index.has_live_child(row):
+            for tier in TIERS_OF[mask]:
+                if not index.children[tier][row]:
+                    wanted |= 1 << tier
+        if wanted == mask == self._last and index.first[row] >= 0 and self._needed(row):
             self.blocked[row] = None
             wanted = 0
         elif self.blocked:
@@ -244,12 +250,19 @@ class Standing:
             return
         index.free[row] = wanted
         tenant = index.tenant[row]
-        for bit, policies in self._levels:
-            if changed & bit:
-                if wanted & bit:
-                    policies[tenant].release(row)
-                else:
-                    policies[tenant].hold(row)
+        for tier in TIERS_OF[changed]:
+            policy = self._lookup[tier][tenant]
+            if wanted >> tier & 1:
+                policy.release(row)
+            else:
+                policy.hold(row)
+
+    def _needed(self, row: int) -> bool:
+        """Whether a row without children in the last tier has one elsewhere that is alive."""
+        index = self.index
+        if self.leaving:  # the counts leave out what is about to go
+            return index.has_live_child(row)
+        return any(index.children[tier][row] for tier in self._faster)
 
     def prune(self, row: int) -> None:
         """Remove a row that stands for nothing any more, and ancestors kept only for it."""
@@ -258,17 +271,17 @@ class Standing:
             index.resident[row] or index.pending[row] or index.first[row] >= 0 or row in self.busy
         ):
             parent = index.parent[row]
-            self.recycle(row)
+            self.recycle(row, index.name(row))
             row = parent
 
-    def recycle(self, row: int) -> None:
+    def recycle(self, row: int, part: PartId) -> None:
         """Let a row go: it will name another part."""
-        if row in self.watching:
+        if self.watching and row in self.watching:
             for guard in self.guards:
                 guard.forget(row)
         if self.scores:
             self.scores.pop(row, None)
-        self.index.remove(row)
+        self.index.remove(row, part)
 
     # ------------------------------------------------------------------ holes
 

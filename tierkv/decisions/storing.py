@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.decisions.evicting import Room
-from tierkv.decisions.index import EXACT, PRIVATE
+from tierkv.decisions.index import EXACT, NO_ROW, ORPHAN, PRIVATE
 from tierkv.decisions.reserving import Request, Reserver
 from tierkv.decisions.types import Drop, EvictReason, MissReason, Reservation, SkipReason
 from tierkv.errors import CapacityError, ClosedError
@@ -49,9 +49,9 @@ class Storer:
     def pending(self) -> list[tuple[int, int, int, int | None]]:
         """(row, tier, bytes, source) of everything being written."""
         return [
-            (slot.row, held.tier, slot.nbytes, held.source)
+            (row, held.tier, nbytes, held.source)
             for held in self._open.values()
-            for slot in held.slots.values()
+            for row, _, nbytes, _, _ in held.slots.values()
         ]
 
     def reserve(
@@ -87,7 +87,7 @@ class Storer:
         """Watch who is asked for first: what is promoted, or what it pushed out."""
         at, rows = self._at, self._at.index.rows
         pushed = [rows[d.part] for d in drops if d.tier == request.tier and d.part in rows]
-        at.guards[request.tier].begin([slot.row for slot in request.slots.values()], pushed)
+        at.guards[request.tier].begin([row for row, *_ in request.slots.values()], pushed)
 
     def commit(
         self,
@@ -101,65 +101,68 @@ class Storer:
         at, index = self._at, self._at.index
         if not done:
             return at.collect()
-        held, real = self._check(handle, done, charges)
+        held = self._check(handle, done, charges)
         tier, bit, source = held.tier, 1 << held.tier, held.source
         gate, promotes = at.gates[tier], held.promotes
         drops: list[Drop] = []
+        # nearly always one tenant's: the accounts are told of all at once
+        owner, copies, taken, given = NO_ROW, 0, 0, 0
         for position, number in enumerate(done):
-            slot = held.slots.pop(number)
-            row, nbytes = slot.row, real[position]
+            row, generation, reserved, item, clock = slot = held.slots.pop(number)
+            nbytes = reserved if charges is None else charges[position]
             if source is None:
-                self._publish(row, slot, drops, now)  # the row is pending: it stays meanwhile
+                self._publish(row, item, clock, drops, now)  # it is pending: the row stays
             index.pending[row] &= ~bit
             if source is not None and index.resident[row]:
-                if index.generation[row] != slot.generation:
+                if index.generation[row] != generation:
                     drops.append(self._outdated(slot, tier, nbytes))
                     continue
             else:
-                index.generation[row] = slot.generation
-            at.ledger.charge(tier, index.tenant[row], nbytes, slot.nbytes)
-            item = slot.item
+                index.generation[row] = generation
+            tenant = index.tenant[row]
+            if tenant != owner:
+                if copies:
+                    at.ledger.charge(tier, owner, copies, taken, given)
+                owner, copies, taken, given = tenant, 0, 0, 0
+            copies, taken, given = copies + 1, taken + nbytes, given + reserved
             fine = item.lossless if lossless is None else lossless[position]
-            at.place(row, item.part, tier, nbytes, lossless=fine, clock=slot.clock)
+            at.place(row, item.part, tier, nbytes, fine, clock)
             if promotes:
                 index.fresh[row] |= bit
                 at.guards[tier].made += 1
-            if gate is not None and nbytes != slot.nbytes:
-                gate.wrote(nbytes - slot.nbytes, now)
+            if gate is not None and nbytes != reserved:
+                gate.wrote(nbytes - reserved, now)
             if source is not None:
                 at.unhold(row)
+        if copies:
+            at.ledger.charge(tier, owner, copies, taken, given)
         if not held.slots:
             del self._open[handle]
         return drops + at.collect()
 
     def _outdated(self, slot: Slot, tier: int, nbytes: int) -> Drop:
         """Give up a copy of a part that was replaced while it was being copied."""
-        at, row = self._at, slot.row
-        at.ledger.give_back(tier, at.index.tenant[row], slot.nbytes)
-        at.settle(row)
+        at, (row, generation, reserved, item, _) = self._at, slot
+        at.ledger.give_back(tier, at.index.tenant[row], reserved)
+        at.settle(row, item.part)
         at.unhold(row)
-        return Drop(slot.item.part, tier, slot.generation, nbytes, EvictReason.REPLACED)
+        return Drop(item.part, tier, generation, nbytes, EvictReason.REPLACED)
 
-    def _check(
-        self, handle: int, numbers: Sequence[int], charges: Sequence[int] | None
-    ) -> tuple[_Open, list[int]]:
-        """Check a second phase before anything is changed; return the bytes of each item."""
-        held = self._open.get(handle)
-        if held is None or len(set(numbers)) != len(numbers):
+    def _check(self, handle: int, numbers: Sequence[int], charges: Sequence[int] | None) -> _Open:
+        """Check a second phase before anything is changed; return the reservation."""
+        held, asked = self._open.get(handle), set(numbers)
+        if held is None or len(asked) != len(numbers):
             raise self._closed(handle, numbers)
-        real: list[int] = []
-        for position, number in enumerate(numbers):
-            slot = held.slots.get(number)
-            if slot is None:
-                raise self._closed(handle, number)
-            nbytes = slot.nbytes if charges is None else charges[position]
-            if not 0 <= nbytes <= slot.nbytes:
+        if not asked <= held.slots.keys():
+            raise self._closed(handle, next(n for n in numbers if n not in held.slots))
+        for number, nbytes in zip(numbers, charges, strict=True) if charges is not None else ():
+            _, _, most, _, _ = held.slots[number]
+            if not 0 <= nbytes <= most:
                 raise CapacityError(
                     f"item {number} of reservation {handle} took {nbytes} bytes, more than the"
-                    f" {slot.nbytes} reserved for it; reserve the upper bound"
+                    f" {most} reserved for it; reserve the upper bound"
                 )
-            real.append(nbytes)
-        return held, real
+        return held
 
     @staticmethod
     def _closed(handle: int, number: object) -> ClosedError:
@@ -168,9 +171,11 @@ class Storer:
             " committed or rolled back before"
         )
 
-    def _publish(self, row: int, slot: Slot, drops: list[Drop], now: float) -> None:
+    def _publish(
+        self, row: int, item: StoreItem, clock: int, drops: list[Drop], now: float
+    ) -> None:
         """Take the place of older copies; ``drops`` gets those that are to be freed."""
-        at, index, item = self._at, self._at.index, slot.item
+        at, index = self._at, self._at.index
         until = inf if item.ttl is None else now + item.ttl
         if index.resident[row]:
             until = max(until, index.expiry[row])
@@ -179,11 +184,13 @@ class Storer:
                     drop = at.drop(row, tier, EvictReason.REPLACED, now)
                     if drop is not None:
                         drops.append(drop)
-        flags = index.flags[row] & ~(EXACT | PRIVATE)
-        flags |= EXACT if item.exact else 0
-        flags |= PRIVATE if item.private else 0
+        flags = index.flags[row] & ORPHAN
+        if item.exact:
+            flags |= EXACT
+        if item.private:
+            flags |= PRIVATE
         index.flags[row] = flags
-        index.touched[row] = slot.clock
+        index.touched[row] = clock
         index.expiry[row] = until
         if until < inf:
             at.calendar.add(row, until)
@@ -195,18 +202,17 @@ class Storer:
         at, index = self._at, self._at.index
         if not failed:
             return at.collect()
-        held, _ = self._check(handle, failed, None)
+        held = self._check(handle, failed, None)
         gate = at.gates[held.tier]
         for number in failed:
-            slot = held.slots.pop(number)
-            row = slot.row
+            row, _, nbytes, item, _ = held.slots.pop(number)
             index.pending[row] &= ~(1 << held.tier)
-            at.ledger.give_back(held.tier, index.tenant[row], slot.nbytes)
+            at.ledger.give_back(held.tier, index.tenant[row], nbytes)
             if gate is not None:
-                gate.wrote(-slot.nbytes, now)
+                gate.wrote(-nbytes, now)
             if reason is SkipReason.FAILED and not index.resident[row]:
-                at.history.note(slot.item.part, MissReason.FAILED, held.tier, now)
-            at.settle(row)
+                at.history.note(item.part, MissReason.FAILED, held.tier, now)
+            at.settle(row, item.part)
             if held.source is not None:
                 at.unhold(row)
         if not held.slots:

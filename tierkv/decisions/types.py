@@ -29,7 +29,13 @@ __all__ = [
 ]
 
 
-class MissReason(Enum):
+class _Reason(Enum):
+    """Reasons. Each equals itself alone: its address will do as its hash, which takes no call."""
+
+    __hash__ = object.__hash__
+
+
+class MissReason(_Reason):
     """Why the first block of a lookup that is not loadable is a miss."""
 
     NEVER_STORED = "never_stored"
@@ -47,7 +53,7 @@ class MissReason(Enum):
     SLOWER = "slower"  # loading would take longer than recomputing
 
 
-class EvictReason(Enum):
+class EvictReason(_Reason):
     """Why a copy left a tier."""
 
     CAPACITY = "capacity"
@@ -62,7 +68,7 @@ class EvictReason(Enum):
     SHRUNK = "shrunk"  # the tier was made smaller
 
 
-class SkipReason(Enum):
+class SkipReason(_Reason):
     """Why a part was not stored in a tier."""
 
     TOO_LARGE = "too_large"  # larger than the tier or quota

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from tierkv.decisions.core import Decisions
     from tierkv.decisions.types import Demote, Drop, FoundPart, Reservation
 
-__all__ = ["ROOT", "Moves", "key_of", "name_of"]
+__all__ = ["ROOT", "Moves", "chain_items", "key_of", "name_of"]
 
 ROOT: Final = BlockKey(bytes(KEY_BYTES))
+_new: Final = tuple.__new__  # a named tuple's own constructor takes twice as long
 _ROUNDS: Final = 3  # attempts to make room by demotion, as in the mover
 _ELSEWHERE: Final = (
     SkipReason.FULL,
@@ -39,6 +40,18 @@ _NO_ROOM: Final = (
 def name_of(key: int) -> PartId:
     """Name of the part that stands for a block of a trace: its key, and group 0."""
     return PartId(key.to_bytes(PART_BYTES, "little"))
+
+
+def chain_items(chain: Sequence[int], start: int, nbytes: int) -> list[StoreItem]:
+    """Items for the blocks of a chain from number ``start`` on, ``nbytes`` bytes each."""
+    # as name_of() has it
+    names = [key.to_bytes(PART_BYTES, "little") for key in chain[max(0, start - 1) :]]
+    parts = names[1:] if start else names
+    parents = names if start else [None, *names]
+    return [
+        _new(StoreItem, (part, parent, ROOT, nbytes, True, True, None, False))
+        for part, parent in zip(parts, parents, strict=False)
+    ]
 
 
 def key_of(part: PartId) -> int:
@@ -79,8 +92,8 @@ class Moves:
             if done:
                 drops = self.decisions.commit(reservation.id, done, now)
                 self.free(drops, now)
-                self.written[tier] += sum(left[i].nbytes for i in done)
                 fresh = left if len(done) == len(left) else [left[i] for i in done]
+                self.written[tier] += sum([item.nbytes for item in fresh])
                 there += fresh
                 self._onwards(tier, fresh, now)
             if len(done) == len(left):
@@ -182,8 +195,9 @@ class Moves:
 
     def free(self, drops: Iterable[Drop], now: float) -> None:
         """Count copies that left."""
-        for drop in drops:
-            counts = self.evictions[drop.tier]
-            counts[drop.reason] = counts.get(drop.reason, 0) + 1
-            if self.on_drop is not None:
-                self.on_drop(drop.part, drop.tier, now)
+        evictions, on_drop = self.evictions, self.on_drop
+        for part, tier, _, _, reason in drops:
+            counts = evictions[tier]
+            counts[reason] = counts.get(reason, 0) + 1
+            if on_drop is not None:
+                on_drop(part, tier, now)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from tierkv.blocks import KEY_BYTES, BlockKey
 from tierkv.decisions.core import Decisions
-from tierkv.decisions.types import GroupRule, Query, StoreItem, TierLimits
+from tierkv.decisions.types import GroupRule, Query, TierLimits
 from tierkv.layout import GroupKind
 from tierkv.registry import factory
 from tierkv.replay.counts import Counts
 from tierkv.replay.links import Link
-from tierkv.replay.moves import ROOT, Moves, key_of, name_of
+from tierkv.replay.moves import Moves, chain_items, key_of
 from tierkv.replay.wishes import Wishes, make_prefetching
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def replay(trace: Trace, setup: Setup) -> Report:
 
 
 def _keys(ids: Sequence[int]) -> tuple[BlockKey, ...]:
-    return tuple([BlockKey(number.to_bytes(KEY_BYTES, "little")) for number in ids])
+    keys: list[BlockKey] = [number.to_bytes(KEY_BYTES, "little") for number in ids]  # type: ignore[misc]
+    return tuple(keys)
 
 
 class _Serving:
@@ -224,7 +225,7 @@ class _Run:
         chain = request.keys + request.reply_keys
         start = serving.found.blocks
         if start < len(chain):
-            wanted = self._items(request, start)
+            wanted = chain_items(chain, start, request.block_tokens * self._per_token)
             there = self._moves.store(wanted, request.tenant, now)
             whole = len(there) == len(wanted)
             self._counts.stored(chain[start:] if whole else [key_of(item.part) for item in there])
@@ -239,16 +240,6 @@ class _Run:
                 )
             if self._wishes is not None:
                 self._wishes.ended(request, keys, now)
-
-    def _items(self, request: TraceRequest, start: int) -> list[StoreItem]:
-        nbytes = request.block_tokens * self._per_token
-        chain = request.keys + request.reply_keys
-        parts = [name_of(key) for key in chain[start:]]
-        parents = [name_of(chain[start - 1]) if start else None, *parts]
-        return [
-            StoreItem(part, parent, ROOT, nbytes)
-            for part, parent in zip(parts, parents, strict=False)
-        ]
 
     # ------------------------------------------------------------------ results
 

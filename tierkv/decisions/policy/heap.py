@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heappushpop
 from typing import Final
 
 from tierkv.decisions.policy.rows import ABSENT, MAX_ROWS, ROW_BITS, Rows
 
-__all__ = ["MAX_ROWS", "RowHeap"]
+__all__ = ["MAX_ROWS", "NO_ENTRY", "RowHeap"]
 
 _ROW_MASK: Final = MAX_ROWS - 1
 _UNTRACKED: Final = ABSENT
+NO_ENTRY: Final = -1
+"""Entries are not negative."""
 _SLACK: Final = 1024  # stale entries that are never worth a rebuild
 
 
@@ -23,14 +25,18 @@ class RowHeap:
     touching, holding and releasing cost O(1), and each such change is paid for at most once, in
     O(log n), by a later :meth:`victim`.
 
+    The smallest entry may wait in front of the heap. Where a chain leaves from its end, each part
+    that becomes evictable is the next to go, and none of them goes through the heap.
+
     A policy inherits from it and adds what a rank is, or holds one a queue. Ranks are from 0 to
     2^61; 16 bytes a row, and 8 to 16 for each entry.
     """
 
-    __slots__ = ("_heap", "_queued", "_rank", "_rows")
+    __slots__ = ("_first", "_heap", "_queued", "_rank", "_rows")
 
     def __init__(self) -> None:
         self._heap: list[int] = []
+        self._first = NO_ENTRY  # where there is one: none in the heap is smaller
         # rank << 1 | evictable; the rank of the row's one valid heap entry
         self._rows = Rows(2)
         self._rank, self._queued = self._rows.cells
@@ -87,9 +93,8 @@ class RowHeap:
 
     def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
         """Stop tracking a row, why ever it left; its entry goes when it comes to the top."""
-        heap = self._heap
-        if heap and heap[0] & _ROW_MASK == row:
-            heappop(heap)
+        if self._first & _ROW_MASK == row:
+            self._first = NO_ENTRY
         rows = self._rows
         if rows.sparse:
             rows.discard(row)
@@ -104,30 +109,40 @@ class RowHeap:
     def victim(self) -> int | None:
         """Return the evictable row of the smallest rank, or None; changes no answer."""
         heap, ranks, queued = self._heap, self._rank, self._queued
-        sparse = self._rows.sparse
-        while heap:
-            entry = heap[0]
-            row = entry & _ROW_MASK
-            if (sparse and row not in ranks) or queued[row] != entry >> ROW_BITS:
-                heappop(heap)
+        sparse, entry = self._rows.sparse, self._first
+        while entry >= 0 or heap:
+            if entry < 0:
+                entry = heappop(heap)
+            row, known = entry & _ROW_MASK, entry >> ROW_BITS
+            if (sparse and row not in ranks) or queued[row] != known:
+                entry = NO_ENTRY
                 continue
             value = ranks[row]
             if not value & 1:
-                heappop(heap)
                 queued[row] = _UNTRACKED
+                entry = NO_ENTRY
                 continue
             rank = value >> 1
-            if rank == queued[row]:
+            if rank == known:
+                self._first = entry
                 return row
             queued[row] = rank
-            heapreplace(heap, rank << ROW_BITS | row)
+            entry = heappushpop(heap, rank << ROW_BITS | row)
+        self._first = NO_ENTRY
         return None
 
     def _push(self, row: int, rank: int) -> None:
         if len(self._heap) > 2 * self._rows.count + _SLACK:
             self._rebuild()
         self._queued[row] = rank
-        heappush(self._heap, rank << ROW_BITS | row)
+        entry, first, heap = rank << ROW_BITS | row, self._first, self._heap
+        if first >= 0:
+            if entry < first:
+                entry, self._first = first, entry
+        elif not heap or entry < heap[0]:
+            self._first = entry
+            return
+        heappush(heap, entry)
 
     def _rebuild(self) -> None:
         """Drop entries of rows that went another way than by eviction (TTL, invalidation)."""

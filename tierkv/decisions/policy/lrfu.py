@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from heapq import heappop
 from math import exp, log, log1p
 from typing import ClassVar, Final
 
 from tierkv.abc import Policy
 from tierkv.decisions.policy.ghosts import PRIME, GhostClocks
-from tierkv.decisions.policy.heap import RowHeap
+from tierkv.decisions.policy.heap import NO_ENTRY, RowHeap
 from tierkv.decisions.policy.rows import ABSENT, ROW_BITS
 
 __all__ = ["Lrfu"]
@@ -95,7 +94,7 @@ class Lrfu(RowHeap, Policy):
 
     def remove(self, row: int, *, evicted: bool = False, ident: int = 0) -> None:
         """Stop tracking a row; remember its value if it was evicted."""
-        heap, rows, ranks, ghosts = self._heap, self._rows, self._rank, self._ghosts
+        rows, ranks, ghosts = self._rows, self._rank, self._ghosts
         if self._shifts and row in self._shifts:
             ranks[row] -= self._shifts.pop(row) << 1
         clock = ranks[row] >> _STATE_BITS
@@ -106,8 +105,8 @@ class Lrfu(RowHeap, Policy):
         if rows.sparse:
             RowHeap.remove(self, row)
             return
-        if heap and heap[0] & _ROW == row:
-            heappop(heap)
+        if self._first & _ROW == row:
+            self._first = NO_ENTRY
         ranks[row] = self._queued[row] = ABSENT
         rows.count -= 1
 
