@@ -22,9 +22,10 @@ it comes back exactly. Constant rows do not; zeros do.
 
 Which frequency is found, and where a step falls between two exponents, may differ between machines;
 what bytes decode to does not. With the extra ``fast``, bfloat16 goes through machine code
-(:mod:`tierkv_codecs.step_loops`). Passes over memory are then: encoding ``k``, four over the source
-and products of a few groups of tokens with 46 waves, of others three; decoding one. Without it,
-eight and five encoding, and two, of ``k`` six, decoding.
+(:mod:`tierkv_codecs.step_loops`), else through torch (:mod:`tierkv_codecs.step_floats`,
+:mod:`tierkv_codecs.step_reading`), to the same bits. Passes over memory are then: encoding ``k``,
+four over the source and products of a few groups of tokens with 46 waves, of others three; decoding
+one. In torch, eight and five encoding, and two, of ``k`` six, decoding.
 """
 
 from __future__ import annotations
@@ -40,15 +41,13 @@ from tierkv.abc import TensorBytesCodec
 from tierkv.errors import CodecError
 from tierkv.layout import DTYPE_BYTES
 from tierkv.views import over
-from tierkv_codecs import rope, step_loops
+from tierkv_codecs import rope, step_loops, step_reading
 from tierkv_codecs.affine import FLOATS, Groups, dtype_name, due_bytes
-from tierkv_codecs.packing import pack, packed_bytes, unpack
-from tierkv_codecs.step_sizes import STILL, steps
+from tierkv_codecs.packing import pack, packed_bytes
+from tierkv_codecs.step_sizes import NIBBLE, STILL
 from tierkv_codecs.stepping import Keys, Rows, keys_of, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
     from tierkv.layout import Layer, TensorSpec
@@ -56,9 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["Ecq2", "Ecq3", "Ecq4", "Stepped"]
 
 _BASE_BYTES: Final = 4
-_NIBBLE: Final = 7  # largest code of four bits
 _KEY, _VALUE = 0.22, 0.34  # steps of four bits, in units of the spread
-_TILE: Final = 1 << 15  # numbers worked on at once
 
 
 class Stepped(TensorBytesCodec):
@@ -82,7 +79,7 @@ class Stepped(TensorBytesCodec):
         if prod(shape) == 0:
             return 0
         rows = prod(shape[:-1])
-        codes = packed_bytes(rows, shape[-1], 4) if self.top == _NIBBLE else prod(shape)
+        codes = packed_bytes(rows, shape[-1], 4) if self.top == NIBBLE else prod(shape)
         if not _per_channel(shape, tensor):
             return _BASE_BYTES + rows + codes
         channels = Groups.of(shape, "k").number
@@ -100,7 +97,7 @@ class Stepped(TensorBytesCodec):
 
         shape = tuple(source.shape)
         count = source.numel()
-        nibbles = self.top == _NIBBLE
+        nibbles = self.top == NIBBLE
         start = len(out) - count  # codes of a byte come last
         room = torch.empty(shape, dtype=torch.int8) if nibbles else over(out[start:], "int8", shape)
         coded = self._coded(source, tensor, room)
@@ -118,7 +115,7 @@ class Stepped(TensorBytesCodec):
         np.frombuffer(out, np.int8, coded.exponent.size, at)[:] = coded.exponent.reshape(-1)
         if nibbles:
             at += coded.exponent.size
-            pack(room.add_(_NIBBLE).view(torch.uint8).view(-1, shape[-1]), 4, out[at:])
+            pack(room.add_(NIBBLE).view(torch.uint8).view(-1, shape[-1]), 4, out[at:])
 
     def _coded(self, source: torch.Tensor, tensor: str, room: torch.Tensor) -> Keys | Rows:
         scale = 2.0 ** (4 - self.bits)
@@ -143,24 +140,9 @@ class Stepped(TensorBytesCodec):
         if _per_channel(shape, tensor):
             self._decode_keys(data, base, into)
             return
-        if step_loops.decode_rows(data[_BASE_BYTES:], base, self.top == _NIBBLE, into):
+        if step_loops.decode_rows(data[_BASE_BYTES:], base, self.top == NIBBLE, into):
             return
-        self._scale_rows(data[_BASE_BYTES:], base, into)
-
-    def _scale_rows(self, data: memoryview, base: float, into: torch.Tensor) -> None:
-        """In torch what :func:`tierkv_codecs.step_loops.decode_rows` does."""
-        import torch
-
-        shape, dtype = tuple(into.shape), dtype_name(into)
-        rows = prod(shape[:-1])
-        step = torch.from_numpy(steps(base, np.frombuffer(data, np.int8, rows))).unsqueeze(1)
-        codes = self._codes(data[rows:], (rows, shape[-1]))
-        flat = into if into.is_contiguous() else into.new_empty(shape)
-        target = flat.view(rows, shape[-1])
-        for tile in _tiles(rows, shape[-1]):
-            target[tile].copy_(_within(codes[tile].float().mul_(step[tile]), dtype))
-        if flat is not into:
-            into.copy_(flat)
+        step_reading.scale_rows(data[_BASE_BYTES:], base, self.top == NIBBLE, into)
 
     def _decode_keys(self, data: memoryview, base: float, into: torch.Tensor) -> None:
         shape, dtype = tuple(into.shape), dtype_name(into)
@@ -175,47 +157,15 @@ class Stepped(TensorBytesCodec):
         first, means = at, (data[at:], data[at + number :])
         at += 2 * number + extra
         exponents, codes = data[at:], data[at + number :]
-        parts, nibbles = (*means, exponents, codes), self.top == _NIBBLE
+        parts, nibbles = (*means, exponents, codes), self.top == NIBBLE
         if not step_loops.decode_keys(parts, base, frequency, groups, nibbles, into):
-            self._turn_keys(parts, base, frequency, groups, into)
+            step_reading.turn_keys(parts, base, frequency, groups, nibbles, into)
         if (np.frombuffer(exponents, np.int8, number) == STILL).any():
             planes = over(data[first:], "uint8", (_mean_bytes(dtype), *groups.shape))
             still, values = over(exponents, "int8", groups.shape) == STILL, _values(planes, into)
             for i, target in enumerate(groups.cut(into)):
                 place = slice(i, i + 1)
                 target.copy_(target.where(~still[:, place], values[:, place]))
-
-    def _turn_keys(
-        self,
-        parts: tuple[memoryview, ...],
-        base: float,
-        frequency: Any,
-        groups: Groups,
-        into: torch.Tensor,
-    ) -> None:
-        """In torch what :func:`tierkv_codecs.step_loops.decode_keys` does."""
-        import torch
-
-        low, high, exponent = (over(part, "int8", groups.shape) for part in parts[:3])
-        mean = high.float().mul_(256).add_(low)
-        step = torch.from_numpy(steps(base, exponent.numpy()))
-        cosine, sine = rope.angles(frequency, groups.size)
-        codes = self._codes(parts[3], tuple(into.shape))
-        for i, (target, piece) in enumerate(zip(groups.cut(into), groups.cut(codes), strict=True)):
-            tokens, place = piece.shape[1], slice(i, i + 1)
-            work = piece.float().add_(mean[:, place]).mul_(step[:, place])
-            work = rope.turn(work, (cosine[:tokens], sine[:tokens]))
-            target.copy_(_within(work, dtype_name(into)))
-
-    def _codes(self, data: memoryview, shape: tuple[int, ...]) -> torch.Tensor:
-        """Codes, int8."""
-        import torch
-
-        if self.top != _NIBBLE:
-            return over(data, "int8", shape)
-        codes = torch.empty(shape, dtype=torch.uint8)
-        unpack(data, 4, codes.view(-1, shape[-1]))
-        return codes.view(torch.int8).sub_(_NIBBLE)
 
     def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
         """Half a step, of both channels of a pair where it turns; and the rounding.
@@ -252,16 +202,6 @@ def _per_channel(shape: tuple[int, ...], tensor: str) -> bool:
 
 def _mean_bytes(dtype: str) -> int:
     return max(2, DTYPE_BYTES[dtype])
-
-
-def _tiles(rows: int, dim: int) -> Iterator[slice]:
-    step = max(1, _TILE // dim)
-    return (slice(at, at + step) for at in range(0, rows, step))
-
-
-def _within(numbers: torch.Tensor, dtype: str) -> torch.Tensor:
-    """In place: half a step above the largest float16 would be infinite."""
-    return numbers.clamp_(-65504, 65504) if dtype == "float16" else numbers
 
 
 def _write_means(keys: Keys, source: torch.Tensor, planes: Any) -> None:
@@ -310,4 +250,4 @@ class Ecq2(Stepped):
 
     name: ClassVar[str] = "ecq2"
     bits: ClassVar[int] = 2
-    top: ClassVar[int] = _NIBBLE
+    top: ClassVar[int] = NIBBLE

@@ -1,8 +1,9 @@
 """Compiled kernels for the codecs, where the extra ``fast`` (numba) is installed.
 
 Every kernel has a twin in torch or numpy inside its codec, and gives the same bits: a frame written
-with one is read with the other. :func:`kernel` compiles on first use and remembers; kernels
-release the GIL. The environment variable ``TIERKV_FAST=0`` leaves them off.
+with one is read with the other. :func:`kernel` compiles on first use, tries what comes out against
+the same loop as plain Python (:mod:`tierkv_codecs.samples`), and remembers; kernels release the
+GIL. The environment variable ``TIERKV_FAST=0`` leaves them off.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import types
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from tierkv import jit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
 __all__ = ["CALLS", "available", "bits16", "kernel"]
 
-
+_log = logging.getLogger(__name__)
 _MODULES = (
     "affine_loops",
     "byte_loops",
@@ -51,31 +56,91 @@ def available() -> bool:
     return os.environ.get("TIERKV_FAST") != "0" and importlib.util.find_spec("numba") is not None
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+def _jit(function: Callable[..., Any]) -> Any:
     numba = importlib.import_module("numba")
     wrap = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
     try:
-        found: Callable[..., Any] = wrap(cache=True)(function)
+        found = wrap(cache=True)(function)
     except RuntimeError:  # no writable directory to keep machine code in: compile every time
         found = wrap()(function)
     return found
 
 
-@functools.cache
-def _compiled(name: str) -> Callable[..., Any]:
+def _plain(name: str) -> Callable[..., Any]:
     found = (importlib.import_module(f"tierkv_codecs.{module}") for module in _MODULES)
-    function = next(getattr(module, name) for module in found if name in module.__all__)
+    function: Callable[..., Any] = next(
+        getattr(module, name) for module in found if name in module.__all__
+    )
+    return function
+
+
+def _linked(name: str) -> Callable[..., Any]:
+    function = _plain(name)
     called = CALLS.get(name)
     if called is not None:
         # what it calls has to be compiled too, without changing the module for others
-        names = function.__globals__ | {inner: _compiled(inner) for inner in called}
+        names = function.__globals__ | {inner: _called(inner) for inner in called}
         function = types.FunctionType(function.__code__, names, name)
-    return _jit(function)
+    return function
 
 
-def kernel(name: str) -> Callable[..., Any] | None:
-    """The compiled loop called ``name`` in one of the modules of loops; None without numba."""
-    return _compiled(name) if available() else None
+@functools.cache
+def _called(name: str) -> Any:
+    return _jit(_linked(name))
+
+
+class _Loop:
+    """A compiled loop; arguments of another kind than its sample's go to plain Python, slowly."""
+
+    __slots__ = ("compiled", "name", "plain", "told")
+
+    def __init__(self, name: str) -> None:
+        self.compiled, self.plain, self.name = _jit(_linked(name)), _plain(name), name
+        self.told = False
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.compiled(*args)
+        except TypeError as error:  # before anything ran: nothing is compiled in the midst of work
+            if not self.told:
+                self.told = True
+                _log.warning("loop %s: it is slow, its sample is of another kind: %s", self, error)
+            return self.slowly(*args)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def slowly(self, *args: Any) -> Any:
+        with np.errstate(all="ignore"):  # numbers wrap
+            return self.plain(*args)
+
+
+def _made(name: str, *_: int) -> _Loop | None:
+    if not available():
+        return None
+    jit.host()  # what it does to llvmlite is to be done before numba loads it
+    return _Loop(name)
+
+
+def _right(loop: _Loop, name: str, *variant: int) -> bool:
+    """Compile for the sample's kinds of arguments, and for no others; compare with plain Python."""
+    from tierkv_codecs.samples import arguments
+
+    given, expected = arguments(name, *variant), arguments(name, *variant)
+    found = loop.compiled(*given)
+    loop.compiled.disable_compile()
+    due = loop.slowly(*expected)
+    written = zip(given, expected, strict=True)
+    alike = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in written)
+    return alike and np.array_equal(found, due)  # a number of whichever kind
+
+
+kernel: Final = jit.Tried("loops of codecs", _made, _right)
+"""The compiled loop of a name in one of the modules of loops; None without numba, or for now.
+
+Those that are compiled for a number of levels take the bits, too. Arguments have to be of the kinds
+that the sample's are: contiguous arrays of the same dtype and rank.
+"""
 
 
 def bits16(tensor: torch.Tensor, shape: tuple[int, int]) -> NDArray[np.uint16] | None:

@@ -41,6 +41,7 @@ from tierkv_codecs import rans, rans_reading
 from tierkv_codecs.centering import base_bytes, center, period, restore, wrapped
 from tierkv_codecs.frames import decode_frame
 from tierkv_codecs.kernels import kernel
+from tierkv_codecs.rans_format import FORMAT, LANES
 from tierkv_codecs.widths import SAMPLE, WIDTHS, choose, entropy, rotated
 
 __all__ = ["Planes"]
@@ -207,7 +208,7 @@ class _Part(NamedTuple):
 
     @property
     def interleaved(self) -> bool:
-        return self.length > 0 and int(self.source[self.start]) == rans.FORMAT
+        return self.length > 0 and int(self.source[self.start]) == FORMAT
 
     def plain(self) -> _Bytes:
         """The bytes of it; in ``room`` where they are coded.
@@ -229,14 +230,14 @@ def _merged_at_once(parts: list[_Part], columns: int, base: _Bytes | None, words
     lower, upper = parts
     if not (upper.interleaved and rans_reading.at_once(words.size, columns)):
         return False
-    rows = None if base is None else rans_reading.Rows(columns, wrapped(columns, base, rans.LANES))
+    rows = None if base is None else rans_reading.Rows(columns, wrapped(columns, base, LANES))
     rans_reading.decode_words(upper.source, upper.start, upper.end, lower.plain(), words, rows)
     return True
 
 
 def _packed(plane: _Bytes, top: bool) -> list[_Bytes]:
     """What a plane's encoding consists of; ``top`` tells the most significant one."""
-    if top and plane.size >= _MIN_LANES and rans.quick():
+    if top and plane.size >= _MIN_LANES and rans_reading.quick():
         return rans.encode(plane)
     return [np.frombuffer(_own.compressor.compress(plane.data), np.uint8)]
 

@@ -19,81 +19,26 @@ symbol. Integers are little-endian. Decoding has to end with every state at 256,
 the literals used up.
 
 Decoding is in :mod:`tierkv_codecs.rans_reading`. Three ways with the same bytes: vectors
-(:mod:`tierkv_codecs.rans_ir`), numba's loops, and numpy, one step of all pieces at a time, which is
-slow (tens of MB/s): without vectors this coder is not chosen, but read.
+(:mod:`tierkv_codecs.rans_ir`), numba's loops, and numpy (:mod:`tierkv_codecs.rans_steps`), one step
+of some pieces at a time, which is slow (tens of MB/s): without vectors this coder is not chosen,
+but read.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tierkv_codecs.kernels import kernel
 from tierkv_codecs.rans_encoder import encoder
-from tierkv_codecs.rans_ir import able
+from tierkv_codecs.rans_format import FORMAT, LANES, STATES, Piece, encode_steps, pieces
 from tierkv_codecs.rans_tables import counted, lookups, shared_out
 
-__all__ = [
-    "FORMAT",
-    "LANES",
-    "START",
-    "STATES",
-    "Piece",
-    "encode",
-    "pieces",
-    "quick",
-]
-
-FORMAT: Final = 1
-"""First byte of an encoding; a frame of zstd begins with 0x28."""
-_PIECE: Final = 1 << 18  # symbols of a piece, at most
-_TWO: Final = 1 << 15  # symbols from which on a piece has two streams
-LANES: Final = 64
-"""Symbols of a block, one for each lane of a stream."""
-STATES: Final = 2 * LANES
-"""Bytes of the states that a stream begins with."""
-START: Final = 256
-"""The state that encoding begins with, and decoding ends with."""
+__all__ = ["encode"]
 
 _Bytes = Any  # NDArray[np.uint8]
-
-
-class Piece(NamedTuple):
-    """A part of a plane that is encoded by itself.
-
-    Attributes:
-        start: Place of its first symbol in the plane.
-        symbols: Number of symbols.
-        streams: Number of streams, 1 or 2.
-        steps: Blocks of each stream.
-    """
-
-    start: int
-    symbols: int
-    streams: int
-    steps: int
-
-    @property
-    def filled(self) -> bool:
-        """Whether its symbols fill every block."""
-        return self.symbols == self.steps * self.streams * LANES
-
-
-@functools.lru_cache(maxsize=256)
-def pieces(count: int) -> tuple[Piece, ...]:
-    """The pieces of a plane of ``count`` symbols: as few as possible, and of equal size."""
-    blocks = -(-count // (2 * LANES))
-    parts = -(-count // _PIECE)
-    cuts = [2 * LANES * (blocks * i // parts) for i in range(parts)] + [count]
-    found = []
-    for start, end in itertools.pairwise(cuts):
-        streams = 2 if end - start >= _TWO else 1
-        found.append(Piece(start, end - start, streams, -(-(end - start) // (LANES * streams))))
-    return tuple(found)
 
 
 class _PerThread(threading.local):
@@ -107,11 +52,6 @@ class _PerThread(threading.local):
 
 
 _own = _PerThread()
-
-
-def quick() -> bool:
-    """Whether this processor codes faster in this way than in others."""
-    return able()
 
 
 def encode(plane: _Bytes) -> list[_Bytes]:
@@ -148,11 +88,12 @@ def _encode_piece(plane: _Bytes, part: Piece, room: _Bytes) -> list[_Bytes]:
     each = LANES * part.steps + STATES
     ends = np.array([each * (s + 1) for s in range(part.streams)] + [room.size], np.int64)
     marks = ends.copy()
-    if able():
+    vectors = encoder(part.streams)
+    if vectors is not None:
         addresses = (tables.ctypes.data, marks.ctypes.data, room.ctypes.data)
-        encoder(part.streams)(plane.ctypes.data, part.steps, *addresses)
+        vectors(plane.ctypes.data, part.steps, *addresses)
     else:
-        (kernel("encode_lanes") or _encode_lanes)(plane, part.steps, tables, marks, room)
+        (kernel("encode_lanes") or encode_steps)(plane, part.steps, tables, marks, room)
     share = int(shares[escape])
     shares[escape] = 0
     run = _run(np.flatnonzero(shares))
@@ -170,29 +111,3 @@ def _run(used: Any) -> Any:
         return np.zeros(1, np.int64)
     gaps = np.diff(used, prepend=used[-1] - 256)
     return (used[gaps.argmax()] + np.arange(257 - gaps.max())) & 255
-
-
-def _encode_lanes(plane: _Bytes, steps: int, tables: Any, marks: Any, room: _Bytes) -> None:
-    """Numpy's twin of the loop: one block of every stream at a time."""
-    streams = marks.size - 1
-    blocks = plane.reshape(steps, streams, LANES)
-    wide = tables.astype(np.int64)
-    shares, firsts = wide[0][blocks], wide[1][blocks]
-    states = np.full((streams, LANES), START)
-    emitted, which = np.empty(blocks.shape, np.uint8), np.empty(blocks.shape, bool)
-    for step in range(steps - 1, -1, -1):
-        share = shares[step]
-        full = states >> 8 >= share
-        emitted[step], which[step] = states & 255, full
-        states = np.where(full, states >> 8, states)
-        quotient, rest = np.divmod(states, share)
-        states = (quotient << 8) + wide[5][firsts[step] + rest]
-    for s in range(streams):
-        bytes_ = emitted[:, s][which[:, s]]
-        end = int(marks[s])
-        room[end - bytes_.size : end] = bytes_
-        marks[s] = end - bytes_.size - STATES
-        room[marks[s] : marks[s] + STATES] = states[s].astype("<u2").view(np.uint8)
-    literals = plane[tables[4][plane] != 0]
-    room[marks[streams] - literals.size : marks[streams]] = literals
-    marks[streams] -= literals.size

@@ -89,7 +89,7 @@ class Rans(BytesCodec):
         if len(data) > _LONG:
             return None
         source = np.frombuffer(data, np.uint8)
-        parts = self._lanes(source) if source.size >= _SHORT and rans.quick() else []
+        parts = self._lanes(source) if source.size >= _SHORT and rans_reading.quick() else []
         if not parts:
             parts = [_squeezed(source)]
         if sum(part.size for part in parts) >= source.size:

@@ -8,7 +8,6 @@ words whose lower bytes stand elsewhere (``words``), or is added to the means of
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import TYPE_CHECKING, Final
 
 from tierkv import jit
@@ -16,6 +15,7 @@ from tierkv_codecs.rans_ir import (
     DECLARED,
     EXPAND64,
     PERMUTE,
+    able,
     every,
     lanes,
     lookup,
@@ -26,10 +26,10 @@ from tierkv_codecs.rans_ir import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SLACK", "decoder"]
+__all__ = ["SLACK", "loop"]
 
 SLACK: Final = 128
-"""Bytes that :func:`decoder`'s loop may read behind the end of what it is given."""
+"""Bytes that the loop may read behind the end of what it is given."""
 
 
 def _refill(s: int) -> str:
@@ -259,14 +259,12 @@ ret i32 0
 """
 
 
-@functools.cache
-def decoder(streams: int, sink: str) -> Callable[..., int]:
-    """The loop that decodes a piece of ``streams`` (1 or 2) streams.
+def loop(streams: int, sink: str) -> Callable[..., int] | None:
+    """Compile the loop that decodes a piece of so many streams (1 or 2); None: not here.
 
-    Only for processors that are :func:`tierkv_codecs.rans_ir.able`. Its arguments are addresses but
-    for the escape and the steps: data, marks (int64: begin and end of each stream and of the
-    literals, as offsets into the data), tables (symbols, shares, ranks; 256 bytes each), escape,
-    steps, target (``64 * streams`` bytes or words a step). With the sinks
+    Its arguments are addresses but for the escape and the steps: data, marks (int64: begin and end
+    of each stream and of the literals, as offsets into the data), tables (symbols, shares, ranks;
+    256 bytes each), escape, steps, target (``64 * streams`` bytes or words a step). With the sinks
     ``words`` and ``rows``, the lower bytes of the words are next; with ``rows`` then the means
     (:func:`tierkv_codecs.centering.wrapped`) and, int64, columns, stride of the means, the columns
     that a step goes ahead, and for each stream the column, the block in its 64 rows and the place
@@ -275,4 +273,6 @@ def decoder(streams: int, sink: str) -> Callable[..., int]:
     """
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kinds = (pointer, pointer, pointer, number, number, pointer, pointer, pointer, pointer)
+    if not able():
+        return None
     return jit.function(_decode_text(streams, sink), "decode", ctypes.c_int, kinds)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from tierkv import jit
-from tierkv_codecs.rans_ir import COMPRESS64, DECLARED, STORE64, every, lookup, table, weave
+from tierkv_codecs.rans_format import LANES, STATES, encode_steps
+from tierkv_codecs.rans_ir import COMPRESS64, DECLARED, STORE64, able, every, lookup, table, weave
+from tierkv_codecs.rans_tables import counted, lookups, shared_out
+from tierkv_codecs.samples import rare_ones
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,16 +179,7 @@ ret void
 """
 
 
-@functools.cache
-def encoder(streams: int) -> Callable[..., None]:
-    """The loop that encodes a piece, backwards.
-
-    Only for processors that are :func:`tierkv_codecs.rans_ir.able`. Arguments: data
-    (address; ``64 * streams`` bytes a step), steps, tables (address; by symbol:
-    share, first place, reciprocal of the share as low and high byte, not 0 if it is escaped; by
-    place: slot), marks (address; int64: ends of the streams and of the literals as offsets into the
-    target, replaced by their beginnings), target (address).
-    """
+def _made(streams: int) -> Callable[..., None] | None:
     kinds = (
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -192,4 +187,34 @@ def encoder(streams: int) -> Callable[..., None]:
         ctypes.c_void_p,
         ctypes.c_void_p,
     )
-    return jit.function(_encode_text(streams), "encode", None, kinds)
+    return jit.function(_encode_text(streams), "encode", None, kinds) if able() else None
+
+
+def _right(loop: Callable[..., None], streams: int) -> bool:
+    """Whether a loop writes what numpy writes."""
+    plane = rare_ones(streams)
+    tables = lookups(*shared_out(counted(plane)))
+    steps = plane.size // (streams * LANES)
+    each = LANES * steps + STATES
+    ends = [each * (s + 1) for s in range(streams)] + [each * streams + plane.size]
+    found = []
+    for fast in (False, True):
+        marks, room = np.array(ends, np.int64), np.zeros(ends[-1], np.uint8)
+        if fast:
+            addresses = (tables.ctypes.data, marks.ctypes.data, room.ctypes.data)
+            loop(plane.ctypes.data, steps, *addresses)
+        else:
+            encode_steps(plane, steps, tables, marks, room)
+        written = [room[a:b] for a, b in zip(marks.tolist(), ends, strict=True)]
+        found.append((marks.tolist(), np.concatenate(written).tobytes()))
+    return found[0] == found[1]
+
+
+encoder: Final = jit.Tried("lanes", _made, _right)
+"""The loop that encodes a piece of so many streams (1 or 2), backwards; None: not here, or not yet.
+
+Its arguments: data (address; ``64 * streams`` bytes a step), steps, tables (address; by symbol:
+share, first place, reciprocal of the share as low and high byte, not 0 if it is escaped; by place:
+slot), marks (address; int64: ends of the streams and of the literals as offsets into the target,
+replaced by their beginnings), target (address).
+"""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from tierkv_codecs import accelerated, rotating
 from tierkv_codecs.affine import (
@@ -36,23 +36,19 @@ from tierkv_codecs.affine import (
     dtype_name,
     due_bytes,
     grouped_as,
-    read_row,
     row_of,
     write_row,
 )
 from tierkv_codecs.grouped import Grouped
-from tierkv_codecs.hadamard import pieces, rotate, rotate_back, signs
+from tierkv_codecs.hadamard import pieces, rotate, signs
 from tierkv_codecs.levels import cuts, look_up, root, upper
-from tierkv_codecs.packing import pack, packed_bytes, unpack
+from tierkv_codecs.packing import pack, packed_bytes
+from tierkv_codecs.rotation_reading import tiles, turn_back
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 __all__ = ["Rot2", "Rot3", "Rot4", "Rotated"]
-
-_TILE: Final = 1 << 15  # numbers worked on at once
 
 
 def _codes(numbers: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
@@ -61,7 +57,7 @@ def _codes(numbers: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor
 
     inverse = step.reciprocal().masked_fill_(step == 0, 0)
     codes = torch.zeros(numbers.shape, dtype=torch.uint8)
-    for tile in _tiles(*numbers.shape):
+    for tile in tiles(*numbers.shape):
         scaled = numbers[tile] * inverse
         above = torch.empty(scaled.shape, dtype=torch.bool)
         ones, found = above.view(torch.uint8), codes[tile]
@@ -88,18 +84,12 @@ def _fitted(rotated: torch.Tensor, bits: int) -> torch.Tensor:
     spread = _summed(rotated.square()).mul(1 / len(rotated)).sqrt_()
     inverse = spread.reciprocal().masked_fill_(spread == 0, 0)
     level = torch.zeros_like(rotated)
-    for tile in _tiles(*rotated.shape):
+    for tile in tiles(*rotated.shape):
         place = (rotated[tile] * inverse).abs_()
         for cut, height in zip(*upper(bits), strict=True):
             level[tile].masked_fill_(place >= float(cut), float(height))
     above = _summed(rotated.abs().mul_(level))
     return (above / _summed(level.square_())).masked_fill_(spread == 0, 0)
-
-
-def _tiles(rows: int, dim: int) -> Iterator[slice]:
-    """Slices along the first axis."""
-    step = max(1, _TILE // dim)
-    return (slice(at, at + step) for at in range(0, rows, step))
 
 
 class Rotated(Grouped):
@@ -130,11 +120,11 @@ class Rotated(Grouped):
             super().encode(source, tensor, out)
             return
         rows = source.numel() // shape[-1]
-        fast = rotating.rotated(source)
+        fast = rotating.rotated(source, self.bits)
         if fast is not None:
             check_finite(self.name, -fast.largest, fast.largest, dtype_name(source))
-            step = write_row(fast.fitted(self.bits), out, up=False)
-            codes = fast.codes(step, self.bits)
+            step = write_row(fast.fitted(), out, up=False)
+            codes = fast.codes(step)
         else:
             rotated = self._rotated(source)
             step = write_row(_fitted(rotated, self.bits), out, up=False)
@@ -153,7 +143,7 @@ class Rotated(Grouped):
         found = torch.empty((dim, rows), dtype=torch.float32)
         sign, scale = signs(dim), root(dim)
         flat = source.reshape(rows, dim)
-        for tile in _tiles(rows, dim):
+        for tile in tiles(rows, dim):
             work = torch.empty((dim, len(flat[tile])), dtype=torch.float32)
             work.copy_(flat[tile].t())
             rotate(work, sign)
@@ -166,8 +156,6 @@ class Rotated(Grouped):
         Raises:
             CodecError: if ``data`` is not the encoding of such a tensor.
         """
-        import torch
-
         shape, dtype = tuple(into.shape), dtype_name(into)
         due = due_bytes(self, data, shape, dtype, tensor)
         if accelerated.decode(self, data, tensor, into):
@@ -175,22 +163,9 @@ class Rotated(Grouped):
         if due == 0 or self._per_channel(shape, tensor):
             super().decode(data, tensor, into)
             return
-        dim = shape[-1]
-        rows = prod(shape[:-1])
-        row, packed = row_of(self.name, data), data[ROW_BYTES + rows :]
-        if rotating.decode(data[ROW_BYTES:], self.bits, row, into):
-            return
-        step = read_row(self.name, data, (rows,))
-        codes = torch.empty((rows, dim), dtype=torch.uint8)
-        unpack(packed, self.bits, codes)
-        sign, scale = signs(dim), root(dim)
-        flat = into if into.is_contiguous() else torch.empty(shape, dtype=into.dtype)
-        for tile in _tiles(rows, dim):
-            work = look_up(codes[tile].t(), self.bits).mul_(step[tile] * scale)
-            rotate_back(work, sign)
-            flat.view(rows, dim)[tile].copy_(work.t())
-        if flat is not into:
-            into.copy_(flat)
+        row = row_of(self.name, data)
+        if not rotating.decode(data[ROW_BYTES:], self.bits, row, into):
+            turn_back(data[ROW_BYTES:], self.bits, row, into)
 
     def error_bound(self, source: torch.Tensor, tensor: str) -> torch.Tensor:
         """The rotated errors of a piece, all added up against one number; ``k``: half a step.

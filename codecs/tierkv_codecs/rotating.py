@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from tierkv_codecs import rotation_trials
 from tierkv_codecs.hadamard import pieces, signs
 from tierkv_codecs.kernels import bits16, kernel
 from tierkv_codecs.levels import cuts, root, upper
-from tierkv_codecs.rotation_code import LONGEST, ROUNDS, decoder, features
+from tierkv_codecs.rotation_code import LONGEST
+from tierkv_codecs.rotation_reading import decode_rows
 
 if TYPE_CHECKING:
     import torch
@@ -67,46 +69,53 @@ class Tiles(NamedTuple):
         dim: Numbers of a row.
         numbers: float32 ``[tiles, dim * 16]``: number by number; 0 beyond the last row.
         largest: Largest magnitude before the rotation; not finite if anything was not.
+        bits: Of a code.
+        fit: The loop that fits scales.
+        nearest: The loop that finds codes.
     """
 
     rows: int
     dim: int
     numbers: NDArray[np.float32]
     largest: torch.Tensor
+    bits: int
+    fit: Any
+    nearest: Any
 
-    def fitted(self, bits: int) -> torch.Tensor:
+    def fitted(self) -> torch.Tensor:
         """The scale of each row that fits its codes best."""
         import torch
 
         step = torch.empty(len(self.numbers) * _LANES)
-        loop: Any = kernel("fit_rows")
-        loop(self.numbers, np.float32(1 / self.dim), *upper(bits), step.numpy())
+        self.fit(self.numbers, np.float32(1 / self.dim), *upper(self.bits), step.numpy())
         return step[: self.rows]
 
-    def codes(self, step: torch.Tensor, bits: int) -> torch.Tensor:
+    def codes(self, step: torch.Tensor) -> torch.Tensor:
         """Codes of the nearest levels: uint8 ``[rows, dim]``."""
         import torch
 
         inverse = step.reciprocal().masked_fill_(step == 0, 0)
         codes = torch.empty((self.rows, self.dim), dtype=torch.uint8)
-        loop: Any = kernel("nearest_levels")
-        loop(self.numbers, inverse.numpy(), cuts(bits), codes.numpy())
+        self.nearest(self.numbers, inverse.numpy(), cuts(self.bits), codes.numpy())
         return codes
 
 
-def rotated(source: torch.Tensor) -> Tiles | None:
-    """Rotate in one compiled pass; None if there is no loop for this tensor."""
+def rotated(source: torch.Tensor, bits: int) -> Tiles | None:
+    """Rotate in one compiled pass; None unless every loop for such a tensor and code is there."""
     import torch
 
     dim = source.shape[-1]
     rows = source.numel() // dim
-    bits, loop = bits16(source, (rows, dim)), kernel("rotate_rows")
-    if bits is None or loop is None:
+    words = bits16(source, (rows, dim))
+    if words is None:
+        return None
+    loop, *others = kernel("rotate_rows"), kernel("fit_rows", bits), kernel("nearest_levels", bits)
+    if loop is None or None in others:
         return None
     numbers = np.empty((-(-rows // _LANES), dim * _LANES), np.float32)
-    found = np.array([loop(bits, *_rotation(dim), numbers)], np.uint16)
+    found = np.array([loop(words, *_rotation(dim), numbers)], np.uint16)
     largest = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).float()
-    return Tiles(rows, dim, numbers, largest)
+    return Tiles(rows, dim, numbers, largest, bits, *others)
 
 
 def decode(data: memoryview, bits: int, row: NDArray[np.float32], into: torch.Tensor) -> bool:
@@ -121,13 +130,10 @@ def decode(data: memoryview, bits: int, row: NDArray[np.float32], into: torch.Te
     import torch
 
     dim = into.shape[-1]
-    able = features()
-    plain = into.dtype is torch.bfloat16 and into.is_contiguous()
-    if able is None or not plain or dim > LONGEST:
+    if into.dtype is not torch.bfloat16 or not into.is_contiguous() or dim > LONGEST:
         return False
-    if row[1] < _TINY:
-        able -= {ROUNDS}
-    address = np.frombuffer(data, np.uint8).ctypes.data
-    call = decoder(bits, dim, able)
-    call(address, row.ctypes.data, into.data_ptr(), into.numel() // dim)
+    call = rotation_trials.code(bits, dim, bool(row[1] >= _TINY))
+    if call is None:
+        return False
+    decode_rows(call, data, row, into)
     return True

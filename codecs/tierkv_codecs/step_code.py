@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from tierkv import jit
 from tierkv_codecs.rope import pairs
@@ -23,16 +24,11 @@ from tierkv_codecs.step_encoding import (
 from tierkv_codecs.step_floats import TURNS
 from tierkv_codecs.step_ir import LANES, Code
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["WAYS", "Loop", "Loops", "compiled"]
 
-__all__ = ["able", "function"]
-
-
-def able() -> bool:
-    """Whether loops can be compiled here."""
-    return jit.host() is not None
-
+Loop = Callable[..., None]
+Loops = dict[str, Loop]
+"""Loops by their names; what each takes is told where it is written."""
 
 _GEOMETRY: Final = ("i heads", "i tokens", "i size", "i places")
 _FUNCTIONS: Final[dict[str, tuple[Callable[..., None], tuple[str, ...]]]] = {
@@ -104,14 +100,29 @@ def _text(name: str, dim: int, nibbles: bool) -> str:
     )
 
 
+WAYS: Final = {
+    "encode rows": ("find_largest", "weigh_rows", "encode_rows"),
+    "encode keys": ("find_largest", "find_moving", "weigh_keys", "encode_keys"),
+    "decode rows": ("decode_rows",),
+    "decode keys": ("find_angles", "decode_channels", "decode_keys"),
+}
+"""What is needed together, to be tried together."""
+
+
 @functools.cache
-def function(name: str, dim: int, nibbles: bool = False) -> Callable[..., None]:
-    """A compiled loop for rows of ``dim`` numbers.
+def _function(name: str, dim: int, nibbles: bool) -> Loop:
+    kinds = tuple(_KINDS[argument[0]][1] for argument in _FUNCTIONS[name][1])
+    return jit.function(_text(name, dim, nibbles), name, None, kinds)
+
+
+def compiled(way: str, dim: int, nibbles: bool) -> Loops | None:
+    """The loops of a way, for rows of so many numbers; None where there is no compiler.
 
     Args:
-        name: One of those that this module has; what it takes is told where it is written.
+        way: One of :data:`WAYS`.
         dim: Numbers of a row.
         nibbles: Of decoding: codes are half bytes.
     """
-    kinds = tuple(_KINDS[argument[0]][1] for argument in _FUNCTIONS[name][1])
-    return jit.function(_text(name, dim, nibbles), name, None, kinds)
+    if jit.host() is None:
+        return None
+    return {name: _function(name, dim, nibbles) for name in WAYS[way]}

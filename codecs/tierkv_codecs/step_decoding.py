@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from tierkv_codecs.rope import WHEEL, pairs
 from tierkv_codecs.step_ir import Code, each_row, ints, turned, write
-from tierkv_codecs.step_sizes import STILL
+from tierkv_codecs.step_sizes import NIBBLE, STILL
 
 __all__ = ["decode_channels", "decode_keys", "decode_rows", "find_angles"]
-
-_NIBBLE: Final = 7  # what is added to a code of four bits
 
 
 class _Line:
@@ -34,7 +30,7 @@ class _Line:
         if self.nibbles:
             code = w.let(f"lshr {kind} {code}, {w.all('i8', self.shift, lanes)}")
             code = w.let(f"and {kind} {code}, {ints('i8', 15, lanes)}")
-            code = w.let(f"sub {kind} {code}, {ints('i8', _NIBBLE, lanes)}")
+            code = w.let(f"sub {kind} {code}, {ints('i8', NIBBLE, lanes)}")
         code = w.let(f"sext {kind} {code} to <{lanes} x i32>")
         return w.let(f"sitofp <{lanes} x i32> {code} to <{lanes} x float>")
 

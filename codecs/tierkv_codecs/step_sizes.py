@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["STILL", "all_steps", "powers", "steps"]
+__all__ = ["NIBBLE", "STILL", "all_steps", "powers", "steps"]
 
+NIBBLE: Final = 7
+"""Largest code of four bits, and what is added to such a code; format."""
 STILL: Final = -128
 """Exponent of a channel that is constant."""
 

@@ -105,7 +105,7 @@ def rows_of(name: str, source: torch.Tensor, share: float, top: int, room: torch
     Raises:
         CodecError: if a value is NaN, infinite, or too large for the arithmetic.
     """
-    rows = step_loops.numbers(source) or Floats(source)
+    rows = step_loops.numbers(source, "rows") or Floats(source)
     shift = _shift(name, rows.largest, dtype_name(source))
     factor = 2.0**-shift
     squares, reach = rows.weigh_rows(factor)
@@ -135,7 +135,7 @@ def keys_of(name: str, source: torch.Tensor, share: float, top: int, room: torch
         CodecError: if a value is NaN, infinite, or too large for the arithmetic.
     """
     groups = Groups.of(tuple(source.shape), "k")
-    keys = step_loops.numbers(source) or Floats(source)
+    keys = step_loops.numbers(source, "keys") or Floats(source)
     shift = _shift(name, keys.largest, dtype_name(source))
     factor = 2.0**-shift
     still = keys.still(groups)

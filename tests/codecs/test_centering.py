@@ -18,7 +18,7 @@ from tierkv_codecs.planes import Planes
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to do it that is installed."""
     find: Any = {
-        "numpy": lambda name: None,
+        "numpy": lambda *_: None,
         "plain Python": lambda name: getattr(loops, name),
         "compiled": kernels.kernel,
     }[request.param]
@@ -63,7 +63,7 @@ def test_all_ways_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = exponents(2, 70, 96)[:-5]
     mine = np.empty_like(plane)
     base = center(plane, 96, mine)
-    monkeypatch.setattr("tierkv_codecs.centering.kernel", lambda name: None)
+    monkeypatch.setattr("tierkv_codecs.centering.kernel", lambda *_: None)
     theirs = np.empty_like(plane)
     assert np.array_equal(center(plane, 96, theirs), base)
     assert np.array_equal(mine, theirs)

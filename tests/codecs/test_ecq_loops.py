@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ from tests.codecs.test_ecq import CODECS, decode, encode, spinning
 from tierkv import jit
 from tierkv.errors import CodecError
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_codecs import step_code
+from tierkv_codecs import step_code, step_trials
 from tierkv_codecs.ecq import Ecq4, Stepped
 
+LOOPS = step_trials.loops
 SHAPES = (
     *((1, 1, 1), (2, 7, 16), (1, 65, 96), (3, 33, 63), (2, 130, 40)),
     *((1, 64, 2), (4, 200, 64), (2, 100, 130), (1, 9, 256)),
@@ -49,7 +52,7 @@ def both_ways(
     """In torch, and in machine code."""
     found = []
     for fast in (False, True):
-        monkeypatch.setattr(step_code, "able", lambda fast=fast: fast)
+        monkeypatch.setattr(step_trials, "loops", LOOPS if fast else lambda *key: None)
         data = bytes(encode(codec, source, tensor))
         found.append((data, decode(codec, data, tensor, source)))
     return found
@@ -69,13 +72,18 @@ def test_machine_code_and_torch_give_the_same_bits(
 
 def test_machine_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    real = step_code.function
 
-    def function(name: str, *args: object) -> object:
-        used.append(name)
-        return real(name, *args)
+    class Watched(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            used.append(name)
+            return super().__getitem__(name)
 
-    monkeypatch.setattr(step_code, "function", function)
+    def loops(way: str, dim: int, nibbles: bool) -> Watched:
+        found = LOOPS(way, dim, nibbles)
+        assert found is not None
+        return Watched(found)
+
+    monkeypatch.setattr(step_trials, "loops", loops)
     source = values("spinning", (2, 70, 32))
     for tensor in "kv":
         decode(Ecq4(), encode(Ecq4(), source, tensor), tensor, source)
@@ -83,7 +91,7 @@ def test_machine_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_tensors_take_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_code, "function", lambda *args: pytest.fail("memory it cannot take"))
+    monkeypatch.setattr(step_trials, "loops", lambda *key: pytest.fail("memory it cannot take"))
     plain = values("normal", (2, 8, 16))
     spread = torch.zeros(4, 16, 16, dtype=torch.bfloat16)[::2, ::2]
     spread.copy_(plain)

@@ -19,15 +19,14 @@ from tierkv_codecs import (
     kernels,
     loops,
     rans_loops,
-    rotating,
     rotation_loops,
+    rotation_trials,
 )
 from tierkv_codecs.fp8 import Fp8
 from tierkv_codecs.grouped import Int2, Int3, Int4, Int6
 from tierkv_codecs.int8 import Int8
 from tierkv_codecs.planes import Planes
 from tierkv_codecs.rot import Rot2, Rot3, Rot4
-from tierkv_codecs.rotation_code import features
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,21 +46,22 @@ CODECS: tuple[TensorBytesCodec, ...] = (
     Rot3(),
     Rot4(),
 )
+CODE = rotation_trials.code
 SHAPES = ((1, 1, 1), (2, 7, 16), (1, 65, 96), (3, 33, 63))
 
 
-def use(monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Any]) -> list[str]:
+def use(monkeypatch: pytest.MonkeyPatch, find: Callable[..., Any]) -> list[str]:
     """Make every codec take its loops from ``find``; returns the names that were asked for."""
     asked: list[str] = []
 
-    def kernel(name: str) -> Any:
+    def kernel(name: str, *variant: int) -> Any:
         asked.append(name)
-        return find(name)
+        return find(name, *variant)
 
     for module in MODULES:
         monkeypatch.setattr(f"tierkv_codecs.{module}.kernel", kernel)
     compiles = find("split2") is not None
-    monkeypatch.setattr(rotating, "features", features if compiles else lambda: None)
+    monkeypatch.setattr(rotation_trials, "code", CODE if compiles else lambda *key: None)
     return asked
 
 
@@ -73,12 +73,12 @@ def decoded(
     return into
 
 
-def plain(name: str) -> Any:
+def plain(name: str, *_: int) -> Any:
     return next(getattr(module, name) for module in LOOPS if name in module.__all__)
 
 
 @pytest.fixture(params=["compiled", "plain Python"])
-def find(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+def find(request: pytest.FixtureRequest) -> Callable[..., Any]:
     if request.param == "plain Python":
         return plain
     if not kernels.available():
@@ -93,13 +93,13 @@ def test_loops_and_torch_give_the_same_bits(
     codec: TensorBytesCodec,
     shape: tuple[int, int, int],
     tensor: str,
-    find: Callable[[str], Any],
+    find: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = sample("bfloat16", shape, sum(shape)) * 30 + 1
     if source.numel() > 100:
         source[:, 0] *= 1e-5  # and some in e4m3's subnormals
-    use(monkeypatch, lambda name: None)
+    use(monkeypatch, lambda *_: None)
     data = bytearray(codec.encoded_bytes(shape, "bfloat16", tensor))
     codec.encode(source, tensor, memoryview(data))
     expected = decoded(codec, data, source, tensor)
@@ -125,7 +125,7 @@ def test_wide_registers_give_the_same_bits(
     source[1, :, 7] *= 1e-38
     for tensor in ("k", "v"):
         found = []
-        for find in (lambda name: None, kernels.kernel):
+        for find in (lambda *_: None, kernels.kernel):
             use(monkeypatch, find)
             data = bytearray(codec.encoded_bytes(shape, "bfloat16", tensor))
             codec.encode(source, tensor, memoryview(data))
@@ -135,10 +135,10 @@ def test_wide_registers_give_the_same_bits(
 
 
 def test_planes_split_and_merge_the_same(
-    find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    find: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = sample("bfloat16", (9000,), 5).view(torch.uint8).numpy().tobytes()
-    use(monkeypatch, lambda name: None)
+    use(monkeypatch, lambda *_: None)
     plain = memoryview(bytearray(len(data)))
     size = Planes().encode(memoryview(data), plain)
     asked = use(monkeypatch, find)
@@ -155,21 +155,21 @@ def test_planes_split_and_merge_the_same(
 def test_strided_targets_and_other_dtypes_take_the_other_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(name: str) -> Any:
+    def fail(name: str, *_: int) -> Any:
         return lambda *args: pytest.fail(f"{name} was run on memory it cannot take")
 
     for codec in CODECS:
         for dtype in ("float16", "bfloat16"):
             source = sample(dtype, (2, 8, 16), 1)
             data = bytearray(codec.encoded_bytes((2, 8, 16), dtype, "v"))
-            use(monkeypatch, lambda name: None)
+            use(monkeypatch, lambda *_: None)
             codec.encode(source, "v", memoryview(data))
             use(monkeypatch, fail)
             room = torch.empty(2, 16, 8, dtype=source.dtype).transpose(1, 2)
             into = room if dtype == "bfloat16" else torch.empty_like(source)
             codec.decode(memoryview(data), "v", into)
             error = (into.double() - source.double()).abs()
-            use(monkeypatch, lambda name: None)
+            use(monkeypatch, lambda *_: None)
             assert bool((error <= codec.error_bound(source, "v")).all())
 
 

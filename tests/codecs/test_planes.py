@@ -41,7 +41,7 @@ def kv(dtype: str, seed: int = 0) -> torch.Tensor:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to split and merge, where both are installed."""
     if request.param == "numpy":
-        monkeypatch.setattr("tierkv_codecs.planes.kernel", lambda name: None)
+        monkeypatch.setattr("tierkv_codecs.planes.kernel", lambda *_: None)
     elif not kernels.available():
         pytest.skip("numba is not installed")
 
@@ -115,5 +115,5 @@ def test_kernels_and_numpy_write_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.skip("numba is not installed")
     data = raw(kv("bfloat16", 7))
     fast = pack(data)
-    monkeypatch.setattr("tierkv_codecs.planes.kernel", lambda name: None)
+    monkeypatch.setattr("tierkv_codecs.planes.kernel", lambda *_: None)
     assert pack(data) == fast

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.codecs.test_rans import use_vectors
 from tierkv.errors import CodecError
 from tierkv.testing.codecs import sample
 from tierkv_codecs import (
@@ -22,6 +23,7 @@ from tierkv_codecs import (
     kernels,
     planes,
     rans,
+    rans_format,
     rans_ir,
     rans_loops,
     rans_reading,
@@ -78,7 +80,7 @@ def coded_in_lanes(packed: bytes, size: int) -> list[bool]:
     _, _, sizes, at = planes._header(memoryview(packed), size)
     found = []
     for due, length in sizes:
-        found.append(length > 0 and packed[at] == rans.FORMAT)
+        found.append(length > 0 and packed[at] == rans_format.FORMAT)
         at += length or due
     return found
 
@@ -90,13 +92,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("no processor for it, or no llvmlite")
     if request.param == "loops" and not kernels.available():
         pytest.skip("numba is not installed")
-    for module in (rans, rans_reading):
-        monkeypatch.setattr(module, "able", lambda: request.param == "vectors")
-    monkeypatch.setattr(rans, "quick", lambda: True)
+    use_vectors(request.param == "vectors", monkeypatch)
+    monkeypatch.setattr(rans_reading, "quick", lambda: True)
     monkeypatch.setattr(planes, "_MIN_LANES", 4096)
     if request.param == "numpy":
         for module in (planes, centering, rans, rans_reading, rans_tables):
-            monkeypatch.setattr(module, "kernel", lambda name: None)
+            monkeypatch.setattr(module, "kernel", lambda *_: None)
     return str(request.param)
 
 
@@ -135,7 +136,7 @@ def test_f034_what_either_way_wrote_both_read(monkeypatch: pytest.MonkeyPatch) -
     data = raw(kv(seed=5))
     found = []
     for quick in (True, False):
-        monkeypatch.setattr(rans, "quick", lambda quick=quick: quick)
+        monkeypatch.setattr(rans_reading, "quick", lambda quick=quick: quick)
         found.append(pack(data))
         assert any(coded_in_lanes(found[-1], len(data))) is quick
     assert unpack(found[0], len(data)) == unpack(found[1], len(data)) == data
@@ -149,7 +150,7 @@ def test_small_planes_are_left_to_zstd(way: str) -> None:
 
 def test_f035_damage_has_one_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(11)
-    monkeypatch.setattr(rans, "quick", lambda: True)
+    monkeypatch.setattr(rans_reading, "quick", lambda: True)
     data = raw(kv(seed=9))
     good = pack(data)
     assert good[0] == 2 | 0x40
@@ -166,11 +167,10 @@ def test_f035_damage_has_one_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             continue
         with monkeypatch.context() as patch:
-            for module in (rans, rans_reading):
-                patch.setattr(module, "able", lambda way=way: way == "vectors")
+            use_vectors(way == "vectors", patch)
             if way == "numpy":
                 for module in (planes, centering, rans, rans_reading, rans_tables):
-                    patch.setattr(module, "kernel", lambda name: None)
+                    patch.setattr(module, "kernel", lambda *_: None)
             found.append([outcome(case, len(data)) for case in cases])
     assert all(other == found[0] for other in found[1:])
     assert found[0][:30] == [None] * 30
@@ -213,7 +213,7 @@ def test_widths_are_found_the_same_by_loops(dtype: str, monkeypatch: pytest.Monk
     data = np.frombuffer(raw(kv(dtype, tokens=70)), np.uint8)
     words = data.view("<u8")
     found = []
-    for find in (kernels.kernel, lambda name: None, lambda name: getattr(rans_loops, name)):
+    for find in (kernels.kernel, lambda *_: None, lambda name: getattr(rans_loops, name)):
         monkeypatch.setattr(widths, "kernel", find)
         step = (words.size // 512 - 1) | 1
         found.append(
@@ -288,7 +288,7 @@ def lanes_of(packed: bytes, size: int) -> bytes:
     """The part that is coded in lanes."""
     _, _, sizes, at = planes._header(memoryview(packed), size)
     for due, length in sizes:
-        if length and packed[at] == rans.FORMAT:
+        if length and packed[at] == rans_format.FORMAT:
             return packed[at : at + length]
         at += length or due
     raise AssertionError("no part is")

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from tierkv.errors import CodecError
-from tierkv_codecs import centering, kernels, rans, rans_ir, rans_loops, rans_reading, rans_tables
+from tierkv_codecs import (
+    centering,
+    kernels,
+    rans,
+    rans_encoder,
+    rans_format,
+    rans_ir,
+    rans_loops,
+    rans_reading,
+    rans_tables,
+    rans_trials,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,22 +31,31 @@ SIZES = (1, 63, 64, 65, 4096, 9000, 32_767, 32_768, 40_001)
 LARGE = 300_000  # two pieces of two streams
 
 
+def use_vectors(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the vectors' loops be there, or not."""
+    for module, name, real in (
+        (rans, "encoder", rans_encoder.encoder),
+        (rans_reading, "encoder", rans_encoder.encoder),
+        (rans_reading, "decoder", rans_trials.decoder),
+    ):
+        monkeypatch.setattr(module, name, real if wanted else lambda *key: None)
+
+
 def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one of the ways; skips where it is not there."""
     if way == "vectors" and not rans_ir.able():
         pytest.skip("no processor for it, or no llvmlite")
     if way == "loops" and not kernels.available():
         pytest.skip("numba is not installed")
-    find: Callable[[str], Any] = {
+    finders: dict[str, Callable[..., Any]] = {
         "vectors": kernels.kernel,
         "loops": kernels.kernel,
         "plain Python": lambda name: getattr(rans_loops, name),
-        "numpy": lambda name: None,
-    }[way]
-    for module in (rans, rans_reading):
-        monkeypatch.setattr(module, "able", lambda: way == "vectors")
+        "numpy": lambda *_: None,
+    }
+    use_vectors(way == "vectors", monkeypatch)
     for module in (rans, rans_reading, rans_tables):
-        monkeypatch.setattr(module, "kernel", find)
+        monkeypatch.setattr(module, "kernel", finders[way])
 
 
 @pytest.fixture(params=WAYS)
@@ -113,7 +133,7 @@ def test_it_takes_hardly_more_than_the_entropy(size: int) -> None:
     shares = np.bincount(plane) / size
     shares = shares[shares > 0]
     least = -(shares * np.log2(shares)).sum() * size / 8
-    streams = rans.pieces(size)[0].streams
+    streams = rans_format.pieces(size)[0].streams
     # states and a table beside it
     assert encoded(plane).size < 1.01 * least + 128 * streams + 40
 
@@ -124,7 +144,7 @@ def test_f035_hostile_bytes_have_one_outcome(monkeypatch: pytest.MonkeyPatch) ->
         good = encoded(planes(size)["rare ones" if size > 700 else "exponents"])
         cases = [rng.integers(0, 256, rng.integers(0, 600)).astype(np.uint8) for _ in range(40)]
         for case in cases[::2]:
-            case[:1] = rans.FORMAT
+            case[:1] = rans_format.FORMAT
         for at in [*range(60), *rng.integers(0, good.size, 60).tolist()]:
             flipped = good.copy()
             flipped[at] ^= 1 << rng.integers(0, 8)
@@ -210,7 +230,7 @@ def test_f035_nothing_is_read_or_written_beyond_the_ends() -> None:
             noise = int(rng.integers(1, good.size - 60))
             data[-noise:] = rng.integers(0, 256, noise)
             data[rng.integers(0, good.size, 4)] ^= np.uint8(1 << rng.integers(0, 8))
-            data[0] = rans.FORMAT
+            data[0] = rans_format.FORMAT
             try:
                 rans_reading.decode(data, 0, data.size, target)
             except CodecError:
@@ -251,7 +271,7 @@ def test_lengths_that_fill_no_block_are_not_merged_at_once() -> None:
 
 def test_pieces_cover_a_plane_evenly() -> None:
     for size in (1, 127, 262_144, 262_145, 1_000_000):
-        parts = rans.pieces(size)
+        parts = rans_format.pieces(size)
         assert [p.start for p in parts] == np.cumsum([0, *(p.symbols for p in parts)])[:-1].tolist()
         assert sum(p.symbols for p in parts) == size
         assert max(p.symbols for p in parts) - min(p.symbols for p in parts) <= 256

@@ -11,7 +11,7 @@ import pytest
 
 from tierkv.errors import CodecError
 from tierkv.testing.codecs import BytesCodecTests, sample
-from tierkv_codecs import rans, rans_codec
+from tierkv_codecs import rans, rans_codec, rans_reading
 from tierkv_codecs.ecq import Ecq4
 from tierkv_codecs.rans_codec import Rans
 from tierkv_codecs.zstd import Zstd
@@ -35,7 +35,7 @@ class TestRans(BytesCodecTests):
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes everywhere, and for payloads that tests are quick with."""
     monkeypatch.setattr(rans_codec, "_SHORT", 1 << 12)
-    monkeypatch.setattr(rans, "quick", lambda: True)
+    monkeypatch.setattr(rans_reading, "quick", lambda: True)
 
 
 def codes(size: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -119,7 +119,7 @@ def test_fronts_that_are_not_there_are_refused() -> None:
 def test_without_vectors_it_is_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     data = payload(LANES)
     there = pack(data)
-    monkeypatch.setattr(rans, "quick", lambda: False)
+    monkeypatch.setattr(rans_reading, "quick", lambda: False)
     assert pack(data) == pack(data, Zstd())
     assert unpack(there, len(data)) == data  # and reads what others wrote
 

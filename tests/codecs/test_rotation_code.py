@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tierkv import jit
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_codecs import rotating
+from tierkv_codecs import rotation_trials
 from tierkv_codecs.rot import Rot2, Rot3, Rot4, Rotated
 from tierkv_codecs.rotation_code import LONGEST, ROUNDS, decoder, features, module
 
@@ -34,7 +34,11 @@ def decoded(
     able: Features | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> torch.Tensor:
-    monkeypatch.setattr(rotating, "features", lambda: able)
+    def code(bits: int, dim: int, rounds: bool) -> Any:
+        return None if able is None else rotation_trials._made(bits, dim, rounds)
+
+    monkeypatch.setattr(rotation_trials, "features", lambda: able)
+    monkeypatch.setattr(rotation_trials, "code", code)
     into = torch.empty_like(like)
     codec.decode(data, "v", into)
     return into
@@ -83,7 +87,7 @@ def test_rows_that_are_too_long_are_left_to_torch(monkeypatch: pytest.MonkeyPatc
     def fail(bits: int, dim: int, able: Features) -> None:
         raise AssertionError(dim)
 
-    monkeypatch.setattr(rotating, "decoder", fail)
+    monkeypatch.setattr(rotation_trials, "decoder", fail)
     source = sample("bfloat16", (1, 2, LONGEST + 1), 4)
     decoded(Rot4(), encoded(Rot4(), source), source, able, monkeypatch)
     source = source[..., :LONGEST].contiguous()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from tierkv import jit
-from tierkv.jit import copying
+from tierkv.jit import copying, trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,13 +100,18 @@ def test_once_compiled_a_loop_may_use_it() -> None:
     assert asyncio.run(ask(copying.ready))
 
 
+def tried() -> bool:
+    """What a process finds out that has not tried yet."""
+    return jit.Tried("copies of a test", copying._made, copying._right)() is not None
+
+
 @pytest.mark.parametrize("wrong", ["bytes", "sums", "target", "verdict"])
 def test_code_that_does_something_else_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As LLVM may make of it for a processor that nobody tried: its sample tells."""
     right = copying._code()
-    assert copying._right.__wrapped__()
+    assert tried()
 
     def gather(job: int, low: int, high: int, flags: int) -> None:
         right.gather(job, low, high, flags)
@@ -126,7 +131,8 @@ def test_code_that_does_something_else_is_not_used(
 
     code: Any = copying._Code(gather, scatter)
     monkeypatch.setattr(copying, "_code", lambda: code)
-    assert not copying._right.__wrapped__()
+    monkeypatch.setattr(trials, "_refusals", [])
+    assert not tried()
     assert "not used" in caplog.text
 
 
@@ -136,5 +142,6 @@ def test_what_llvm_refuses_is_not_used(
     """Copies go on by library calls."""
     monkeypatch.setattr(copying, "TEXT", copying.TEXT + "\nno IR at all")
     monkeypatch.setattr(copying, "_code", copying._code.__wrapped__)
-    assert not copying._right.__wrapped__()
+    monkeypatch.setattr(trials, "_refusals", [])
+    assert not tried()
     assert "expected top-level entity" in caplog.text

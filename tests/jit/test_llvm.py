@@ -85,6 +85,15 @@ def test_an_llvmlite_that_is_no_use_is_told_of_and_left_alone(
 
 
 @compiles
+def test_who_asks_for_the_variables_of_all_that_modules_hold_gets_them() -> None:
+    """vLLM does, when it starts."""
+    import llvmlite.binding as llvm
+
+    assert vars(llvm.ffi.lib) == {}
+    assert llvm.ffi.lib.LLVMPY_GetVersionInfo() > 0
+
+
+@compiles
 def test_a_wrong_module_is_refused_with_its_place() -> None:
     with pytest.raises(RuntimeError, match="expected"):
         jit.function("define i64 twice", "twice", ctypes.c_int64, ())
@@ -116,7 +125,7 @@ from tierkv.jit import llvm
 held = threading.Event()
 
 def compiling():
-    with llvm._compiling:
+    with llvm.compiling:
         held.set()
         time.sleep(0.3)
 

@@ -19,9 +19,9 @@ from tierkv.engine.pinning import Pinning
 from tierkv.engine.predicting import make_prefetcher
 from tierkv.engine.stats import CloseReport
 from tierkv.engine.tracing import TraceFile
+from tierkv.engine.warming import Warming
 from tierkv.engine.watching import Watching
 from tierkv.errors import BackendError, ClosedError
-from tierkv.jit import copying
 from tierkv.metrics import MetricsObserver, NullObserver, serve
 from tierkv.mover.behind import WriteBehind
 from tierkv.mover.core import Core
@@ -132,10 +132,8 @@ class Lifecycle(Parts):
 
     async def _open(self, core: Core, attempted: list[Level]) -> None:
         """Open whatever start() promises; ``attempted`` tells which tiers need closing."""
-        if not copying.known():  # a quarter of a second, once in a process; nobody waits for it
-            self.workers.spawn(
-                self.workers.run, copying.prepare, name="compile", lane=Lane.BACKGROUND
-            )
+        self._warming = Warming(core, self.config)
+        self._warming.begin(self.default_space)
         if self.config.decision_log is not None:
             self._log_file = await self.workers.run(LogFile, self.config.decision_log)
             core.decisions.attach(self._log_file)
@@ -191,6 +189,7 @@ class Lifecycle(Parts):
                     self.workers.spawn(core.purge, level, name="purge", lane=Lane.BACKGROUND)
                 probe(core, level)
             self._tuner.tick()
+            self._warming.tick()
             self.runtime.behind.recoder.kick()
             if self._pinning is not None:
                 self._pinning.begin()
@@ -212,11 +211,16 @@ class Lifecycle(Parts):
         Returns:
             What did not get to its tier in time; it is also logged.
 
+        Raises:
+            ClosedError: if the engine belongs to another event loop, which runs, or process.
+
         Cancellation: closing goes on to its end, which comes within a small multiple of
         ``close_timeout`` even if tiers hang; then the cancellation is re-raised.
         """
         if self._core is None:
             return CloseReport(0)
+        if self._loop is not None and self._loop.is_running():
+            self.workers.home.refuse_elsewhere()  # where it has ended, anybody may close
         if self._closing is not None:
             await self._closing.wait()
             return self._report or CloseReport(0)

@@ -14,13 +14,10 @@ traffic.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import functools
-import logging
 import struct
 import sys
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -52,7 +49,6 @@ ordinary one where it had, up to 512 KiB.
 TEXT: Final = xxh3.TEXT + walking.COPY + filling.TEXT + emptying.TEXT
 """The module."""
 _DIGEST: Final = 16
-_log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -98,48 +94,38 @@ def _code() -> _Code:
     return _Code(gather, scatter)
 
 
+def _made() -> _Code | None:
+    return _code() if jit.host() is not None and sys.byteorder == "little" else None
+
+
+def _right(code: _Code) -> bool:
+    """Whether it makes of a sample what library calls make of it."""
+    return _sample_is_right(code, past=False) and _sample_is_right(code, past=True)
+
+
+_copies = jit.Tried("copies", _made, _right)
+
+
 def ready() -> bool:
     """Whether there is machine code for runs; compiled now, if it is not yet and this may wait.
 
     Compiling takes a quarter of a second, once in a process: not where an event loop runs in this
     thread. There the answer is no until some other thread has asked, or :func:`prepare` was called.
     """
-    if not known():
-        with suppress(RuntimeError):
-            asyncio.get_running_loop()
-            return False
-    return _right()
+    return _copies() is not None
 
 
 def known() -> bool:
     """Whether it was found out if there is machine code: then :func:`prepare` has nothing to do."""
-    return _right.cache_info().currsize > 0
+    return _copies.known()
 
 
 def prepare() -> None:
     """Compile what runs need, if this machine can; for a worker thread, ahead of need."""
-    _right()
+    _copies.settle()
 
 
-@functools.cache
-def _right() -> bool:
-    """Whether there is machine code, and it makes of a sample what library calls make of it.
-
-    LLVM makes other instructions for each kind of processor: none has seen all of them.
-    """
-    if jit.host() is None or sys.byteorder != "little":
-        return False
-    try:
-        if _sample_is_right(past=False) and _sample_is_right(past=True):
-            return True
-        why = "it copies other bytes here"
-    except RuntimeError as error:  # LLVM does not take the text
-        why = str(error)
-    _log.warning("machine code for copies is not used, they are slower without: %s", why)
-    return False
-
-
-def _sample_is_right(*, past: bool) -> bool:
+def _sample_is_right(code: _Code, *, past: bool) -> bool:
     """Copy frames out and back: a section of rows that fill no line, and one of whole blocks."""
     rows, width, step, whole = 3, 700, 705, 4096
     padded = -(-rows * width // STRIPE) * STRIPE
@@ -154,7 +140,7 @@ def _sample_is_right(*, past: bool) -> bool:
     )
     at = np.array([frame.ctypes.data, other.ctypes.data])
     shifts = np.zeros((2, 1, 1), np.int64)  # both are of the same tensor
-    run = Run(table_of(places), at, shifts, frame.size, past)
+    run = Run(table_of(places), at, shifts, frame.size, past, code)
     found = run.gather(0, 1)
     lines = tensor[: step * rows].reshape(rows, step)[:, :width].tobytes()
     due = lines.ljust(padded, b"\0"), tensor[step * rows :].tobytes()
@@ -191,13 +177,20 @@ class Run:
             behind the beginning of a tensor of the kind.
         nbytes: Bytes of a frame's sections.
         past: Whether to write past the caches; None: where the run is large.
+        code: The machine code; None: what :func:`ready` found.
     """
 
     def __init__(
-        self, places: Numbers, at: Numbers, shifts: Numbers, nbytes: int, past: bool | None = None
+        self,
+        places: Numbers,
+        at: Numbers,
+        shifts: Numbers,
+        nbytes: int,
+        past: bool | None = None,
+        code: _Code | None = None,
     ) -> None:
         frames = len(at)
-        self._code = _code()
+        self._code = code or _code()
         self._at = np.ascontiguousarray(at)
         self._shifts = np.ascontiguousarray(shifts)
         self._places = places

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Host", "function", "functions", "host"]
+__all__ = ["Host", "compiling", "function", "functions", "host"]
 
 _log = logging.getLogger(__name__)
 _OLDEST: Final = 17
 """Version of LLVM from which on pointers have no types in its language, as they have none here."""
 _Wanted = tuple[str, type[Any] | None, tuple[type[Any], ...]]
 
-_compiling = threading.RLock()
+compiling = threading.RLock()
+"""Held by the one thread that compiles."""
 # A fork waits for who compiles: a lock that another thread holds would stay shut in the child.
 os.register_at_fork(
-    before=_compiling.acquire,
-    after_in_parent=_compiling.release,
-    after_in_child=_compiling.release,
+    before=compiling.acquire,
+    after_in_parent=compiling.release,
+    after_in_child=compiling.release,
 )
 _made: dict[tuple[str, tuple[_Wanted, ...]], list[Callable[..., Any]]] = {}
 _engines: list[Any] = []  # machine code lives as long as the engine that made it
@@ -56,8 +57,9 @@ def host() -> Host | None:
     if os.environ.get("TIERKV_FAST") == "0" or importlib.util.find_spec("llvmlite") is None:
         return None
     try:
-        with _compiling:  # the import, too: it has locks of its own
+        with compiling:  # the import, too: it has locks of its own
             llvm = importlib.import_module("llvmlite.binding")
+            _show_itself(llvm)
             if llvm.llvm_version_info[0] < _OLDEST:
                 raise RuntimeError(f"it has LLVM {llvm.llvm_version_info[0]}")
             llvm.initialize_native_target()
@@ -67,6 +69,17 @@ def host() -> Host | None:
     except (ImportError, OSError, RuntimeError) as error:
         _log.warning("llvmlite cannot be used: %s; slower without (extra 'fast')", error)
         return None
+
+
+def _show_itself(llvm: Any) -> None:
+    """Give what stands for LLVM's library in llvmlite a ``__dict__``.
+
+    It answers any name with a function, this one too. Who walks over loaded modules and calls
+    ``vars()`` on what they hold (vLLM does) must get a mapping.
+    """
+    known = getattr(getattr(getattr(llvm, "ffi", None), "lib", None), "_fntab", None)
+    if isinstance(known, dict):
+        known.setdefault("__dict__", {})
 
 
 def function(
@@ -104,7 +117,7 @@ def functions(text: str, *wanted: _Wanted) -> list[Callable[..., Any]]:
     if host() is None:
         raise RuntimeError("machine code is off: install the extra 'fast', and unset TIERKV_FAST=0")
     llvm = importlib.import_module("llvmlite.binding")
-    with _compiling:  # llvmlite guards single calls only
+    with compiling:  # llvmlite guards single calls only
         if (text, wanted) in _made:
             return _made[text, wanted]
         module = llvm.parse_assembly(text)
