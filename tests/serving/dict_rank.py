@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.blocks import KeyChain, part_id
 from tierkv.testing.serving import Mode, TransferResults
+from tierkv_adapters.serving.eras import Eras
 from tierkv_adapters.vllm.facts import space_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class DictRank:
         self._mode, self._pools, self._number = mode, memory.pools, number
         self._facts = facts
         self._faults = faults
+        self._eras = Eras()
         self._dice = random.Random(faults.seed + number)
         self._requests: dict[str, _Held] = {}
         self._parts: dict[bytes, np.ndarray[Any, Any]] = {}
@@ -108,6 +110,7 @@ class DictRank:
                 self._facts["block_tokens"],
                 facts.adapter,
             )
+            space = self._eras.within(space, facts.era)
             chain = KeyChain(space.root(facts.tenant, facts.salt), space.block_tokens)
             pages: list[list[int]] = [[] for _ in self._mode.groups]
             self._requests[facts.id] = _Held(chain, facts.media, [], pages)

@@ -172,9 +172,9 @@ def test_a_space_that_cannot_be_made_costs_its_requests_only() -> None:
         def refuse(adapter: object) -> tierkv.Space:
             raise ValueError("no such adapter")
 
-        sound, rig.rank._space = rig.rank._space, refuse
+        sound, rig.rank._spaces._space = rig.rank._spaces._space, refuse
         assert rig.load("b", ids)[1].reason == "no_space"
-        rig.rank._space = sound
+        rig.rank._spaces._space = sound
         assert rig.load("c", ids)[1].tokens == 48
 
 

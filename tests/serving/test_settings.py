@@ -27,14 +27,17 @@ def test_values_get_their_types() -> None:
             "retry_after": "1m",
             "layout": "opaque",
             "ready_fraction": 1,
+            "lost_after": "1m",
         }
     )
     assert found == ServingSettings(
-        "/etc/tierkv.toml", "/run/x", 128, 0.15, False, 256, 60.0, "opaque", 1.0
+        "/etc/tierkv.toml", "/run/x", 128, 0.15, False, 256, 60.0, "opaque", 1.0, 60.0
     )
     assert ServingSettings.parse({"load_deadline": None}).load_deadline is None
     assert ServingSettings.parse({"config": {"tiers": []}}).config == {"tiers": []}
     assert ServingSettings.parse({"retry_after": 0}).retry_after == 0
+    assert ServingSettings.parse({"lost_after": "never"}).lost_after is None
+    assert ServingSettings().lost_after == 30.0
 
 
 def test_an_unknown_name_says_what_was_meant() -> None:
@@ -48,6 +51,8 @@ def test_what_only_another_engine_reads_is_unknown() -> None:
     assert ServingSettings.parse(given, engine="trtllm").ready_fraction == 0.25
     with pytest.raises(ConfigError, match="unknown setting 'ready_fraction'"):
         ServingSettings.parse(given, engine="vllm")
+    with pytest.raises(ConfigError, match="unknown setting 'lost_after'"):
+        ServingSettings.parse({"lost_after": "1s"}, engine="vllm")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,9 @@ def test_what_only_another_engine_reads_is_unknown() -> None:
         ("ready_fraction", 1.5),
         ("ready_fraction", "0.5"),
         ("ready_fraction", True),
+        ("lost_after", None),
+        ("lost_after", "at some time"),
+        ("lost_after", -1),
     ],
 )
 def test_malformed_values_are_refused_by_name(name: str, value: object) -> None:

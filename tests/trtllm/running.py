@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.testing.trtllm import Connector, Mode, Prompt, Replay
 from tierkv_adapters.trtllm import TierKVConnectorScheduler, TierKVConnectorWorker
+from tierkv_adapters.trtllm.lost import LostLoadError
 from tierkv_adapters.trtllm.settings import VARIABLE
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Made:
 
     def connector(self) -> Connector:
         """As the driver wants it."""
-        return Connector(self._scheduler, self._worker, self.settle, self.close)
+        return Connector(self._scheduler, self._worker, self.settle, self.close, (LostLoadError,))
 
     def replay(self, mode: Mode, **options: Any) -> Replay:
         """An engine whose ranks are connected."""

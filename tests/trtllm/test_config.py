@@ -265,7 +265,7 @@ def test_what_a_rank_tells_of_itself_is_checked(
     with pytest.raises(LayoutError, match="rank 0"):
         read_facts(folder, 0, 2)
     file = tmp_path / "rank0.json"
-    for damage in ("{", "[]", "{}", file.read_text().replace('"format": 1', '"format": 9')):
+    for damage in ("{", "[]", "{}", file.read_text().replace('"format": 2', '"format": 9')):
         file.write_text(damage)
         with pytest.raises(LayoutError, match="cannot be read"):
             read_facts(folder, 0, 1)

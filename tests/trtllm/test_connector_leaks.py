@@ -43,7 +43,10 @@ def _left(made: Made) -> dict[str, int]:
         transfers, rank = worker._transfers, worker._rank
         assert rank is not None
         assert worker.manager is not None
-        owed = ("saving", "loading", "orders", "running", "over", "tries", "stuck", "given_up")
+        owed = (
+            *("saving", "loading", "orders", "running", "over", "tries", "stuck", "since"),
+            "given_up",
+        )
         for name in owed:
             found[f"{number} {name}"] = len(getattr(transfers, f"_{name}"))
         found[f"{number} requests"] = len(rank._requests)

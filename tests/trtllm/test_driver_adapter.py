@@ -31,11 +31,12 @@ class TestTierKVIsAnAdapter(AdapterTests):
         return ServedReplay(Made().replay(MODES[self.mode]))
 
 
-def test_nothing_is_left_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_elsewhere(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sockets' private folder goes with the connector; all else is below the tiers' roots."""
-    root, elsewhere = tmp_path / "root", tmp_path / "e"  # sockets have short paths
+    root, elsewhere = tmp_path / "root", tmp_path_factory.mktemp("e")  # sockets have short paths
     root.mkdir()
-    elsewhere.mkdir()
     configure(root, monkeypatch, disk=True)
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(tempfile, "tempdir", None)

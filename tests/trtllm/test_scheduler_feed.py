@@ -15,7 +15,9 @@ from tierkv.errors import ClosedError
 from tierkv.layout import Layout, Space
 from tierkv_adapters.serving.orders import RequestFacts
 from tierkv_adapters.trtllm.feed import HoldFeed, Wish
+from tierkv_adapters.trtllm.holds import Run
 from tierkv_adapters.trtllm.shapes import RankFacts, write_facts
+from tierkv_adapters.trtllm.watching import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -223,3 +225,86 @@ def test_closing_gives_every_hold_back(rig: Rig) -> None:
     rig.feed.close()
     assert [rank.standing() for rank in rig.ranks.values()] == [[], []]
     assert rig.ready(TOKENS) == 0
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def _moves(rig: Rig, rank: int, block: int, tiers: int) -> None:
+    """A rank tells where a block's part is."""
+    name = keys(rig.facts[rank], TOKENS)[block]
+    rig.ranks[rank].index.apply(rank, [(part_id(name, 0), tiers)])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("tiers", [0, 2], ids=["nowhere", "disk"])
+def test_a_held_part_that_left_memory_is_offered_no_more(rig: Rig, rank: int, tiers: int) -> None:
+    other = list(range(100, 124))
+    rig.has(TOKENS)
+    rig.has(other)
+    rig.ask(TOKENS[:24])
+    rig.ask(TOKENS)
+    rig.ask(other)
+    _moves(rig, rank, 3, tiers)
+    rig.wait(lambda: rig.ready(TOKENS) == 0)
+    assert rig.ready(other) == 6
+    rig.wait(lambda: all(r.standing() == [6] for r in rig.ranks.values()))
+    ranks = rig.feed.connected()
+    assert ranks is not None
+    assert ranks.book.counters.damaged >= 1
+    rig.has(TOKENS)  # somebody stored it again
+    rig.ask(TOKENS)
+    assert rig.ready(TOKENS) == 10
+
+
+def test_what_a_load_under_way_may_read_stays_held(rig: Rig) -> None:
+    rig.has(TOKENS)
+    rig.ask(TOKENS)
+    ranks = rig.feed.connected()
+    assert ranks is not None
+    with ranks.book.lock:
+        assert ranks.book.match([keys(rig.facts[0], TOKENS)], ranks.rules, SIZE) == 10
+        ranks.book.pin("a", 10)
+    _moves(rig, 1, 3, 0)
+    rig.wait(lambda: rig.ready(TOKENS) == 0)
+    assert [rank.standing() for rank in rig.ranks.values()] == [[10], [10]]
+    ranks.book.unpin("a")
+    rig.wait(lambda: not any(rank.standing() for rank in rig.ranks.values()))
+
+
+def test_copies_that_come_and_go_elsewhere_are_no_damage(rig: Rig) -> None:
+    rig.has(TOKENS)
+    rig.ask(TOKENS[:24])
+    ranks = rig.feed.connected()
+    assert ranks is not None
+    for tiers in (3, 1, 3):
+        _moves(rig, 0, 3, tiers)
+    _moves(rig, 0, 9, 0)  # it is not held
+    rig.ask(TOKENS[:24])
+    assert rig.ready(TOKENS) == 6
+    assert ranks.book.counters.damaged == 0
+
+
+def test_what_is_told_late_is_no_damage() -> None:
+    """A part was on disk alone before it was held: that may be told behind the hold."""
+    woken: list[int] = []
+    index = Residency(2, woken.append, lambda: woken.append(-1))
+    names = [part_id(key, 0) for key in keys(facts_of(0), TOKENS)]
+    run = Run(tuple(keys(facts_of(0), TOKENS)), tuple(names), [Held([]), Held([])])
+    run.handles[1].parts = tuple(names)
+    index.learn(1, 0b11)
+    index.watch(run)
+    index.apply(1, [(names[4], 0b100)])
+    assert woken == [-1]
+    assert index.damaged([run]) == []
+    assert index.suspects()
+    index.apply(1, [(names[4], 0b110)])
+    assert index.damaged([run]) == []
+    assert not index.suspects()
+    index.apply(1, [(names[4], 0b100)])
+    assert [index.damaged([run]) for _ in range(3)] == [[], [run], []]
+    index.forget(run)
+    index.apply(1, [(names[4], 0)])
+    assert not index.suspects()
+    index.lost(0)
+    assert woken[-1] == 0

@@ -111,8 +111,17 @@ for name, call in {
         errors[name] = type(error).__name__
 tell(errors=errors)
 
+# behind a reset all is keyed apart, and the session is still the application's own
+llm.reset_prefix_cache(reset_connector=True)
+kv.generate("Once more, from the start. " * 16, session="early", **GREEDY)
+def early():
+    return next((i.tokens, i.nbytes) for i in m.sessions() if i.id == "early")
+until(lambda: min(early()) > 0)
+m.flush()
+
 info = {i.id: (i.tenant, i.ttl) for i in m.sessions()}
 m.clear_session("early")
+tell(emptied=early())
 fresh = kv.generate("Hello.", session="early", **GREEDY)
 tell(info=info, cleared=len(fresh.input_ids))
 for _ in range(2):
@@ -164,9 +173,10 @@ def test_sessions_work_wherever_the_core_runs(
     }
     assert told["info"]["early"] == ["", 7200.0]
     assert told["info"]["other"] == ["acme", None]
+    assert told["emptied"] == [0, 0]
     assert told["cleared"] == len("Hello.")
     assert told["left"] == ["again", "cold", "other"]
-    assert (told["stats"], told["health"], told["seen"]) == (3, "open", 10)
+    assert (told["stats"], told["health"], told["seen"]) == (3, "open", 11)
     assert told["detached"]
 
 

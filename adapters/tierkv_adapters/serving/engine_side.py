@@ -74,6 +74,7 @@ class EngineSide:
         self._states = any(g.kind is GroupKind.STATE for g in pools.groups)
         self.hints = HintSide(manager, self._fidelity, counters)
         self._named: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # tenant, name
+        self._passing: dict[bytes, Space] = {}  # spaces of eras: gone with the next reset
         self._carried = 0  # jobs that this side is at
         self._quiet = Signal()  # replaced by who waits until there are none
         self._renewal: Signal | None = None  # the last one ordered; set once it is over
@@ -102,7 +103,10 @@ class EngineSide:
 
     def _open(self, request: RequestState, space: Space) -> Session:
         facts, manager = request.facts, self._manager
-        manager.bind(space)
+        if facts.era:  # spaces that come and go are nobody's to name
+            self._passing[space.fingerprint] = space
+        else:
+            manager.bind(space)
         handle, kept = None, None
         if facts.session is not None:
             kept = self._named.get((facts.tenant, facts.session))
@@ -176,10 +180,20 @@ class EngineSide:
                 await self._quiet.wait()
             await self.hints.close()  # what is held would stay
             await self._manager.areset()
+            await self._leave_eras()
         finally:
             if self._renewal is over:
                 self._renewal = None
             over.set()
+
+    async def _leave_eras(self) -> None:
+        """Forget the named sessions in the spaces of eras that are over: they come no more."""
+        spaces, self._passing = self._passing, {}
+        if not spaces:
+            return
+        for info in await self._manager.asessions():
+            for space in spaces.values():
+                self._manager.engine.forget_session(info.id, tenant=info.tenant, space=space)
 
     # ------------------------------------------------------------------ jobs
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierkv.blocking import CacheManager, Pending
-    from tierkv.blocks import AdapterId
     from tierkv.layout import Space
     from tierkv.prefetch import Hold
     from tierkv_adapters.serving.counters import RankCounters
@@ -89,18 +88,18 @@ class HintSide:
 
     # ------------------------------------------------------------------ hints
 
-    def take(self, hint: HintOrder, space: Callable[[AdapterId | None], Space]) -> None:
+    def take(self, hint: HintOrder, space: Callable[[RequestFacts], Space]) -> None:
         """Follow a hint; does not wait.
 
         Args:
             hint: What is hinted at.
-            space: The space of requests with an adapter, or without.
+            space: The space of a request.
 
         Raises:
             ClosedError: if the engine is closed.
         """
         follow = self._pin if hint.action == "pin" else self._prefetch
-        self._manager.submit(follow, hint, space(hint.facts.adapter), done=self._done)
+        self._manager.submit(follow, hint, space(hint.facts), done=self._done)
 
     def _done(self, pending: Pending[bool]) -> None:
         followed = self._followed(pending)

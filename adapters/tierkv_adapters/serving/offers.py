@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierkv_adapters.serving.eras import Eras
 from tierkv_adapters.serving.replicas import STRICT
 from tierkv_adapters.serving.seams import PlannerCounters
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from tierkv.decisions.types import GroupRule
     from tierkv.layout import Space
     from tierkv_adapters.serving.negative import NegativeCache
+    from tierkv_adapters.serving.orders import RequestFacts
     from tierkv_adapters.serving.plans import Plan
     from tierkv_adapters.serving.seams import PlanSettings, Replicas
 
@@ -38,6 +40,7 @@ class Offers:
         page_tokens: Sequence[int],
     ) -> None:
         self._spaces = spaces
+        self._eras = Eras()
         self._groups = tuple(groups)
         self._page_tokens = tuple(page_tokens)
         self._strict = all(rule.kind in STRICT for rule in self._groups)
@@ -86,10 +89,12 @@ class Offers:
             self.counters.misaligned += 1  # a load would write into a page that others may share
             return 0
         start = computed // size
-        # from token 0, also where the first part is in place already: saves go on from there, and
-        # behind a hole in what is stored nothing would be found again
-        plan.known = self._longest(plan, most)
-        blocks = self._allowed(plan, start, plan.known, now)
+        # from token 0, also where the first part is in place already: saves go on from there, as
+        # behind a hole in what is stored others find nothing
+        plan.known = blocks = self._longest(plan, most)
+        if blocks < start:  # the engine has in place what would fill the hole
+            blocks = self._longest(plan, most, start)
+        blocks = self._allowed(plan, start, blocks, now)
         tokens = blocks * size - computed
         if tokens <= 0 or tokens < self._settings.min_load_tokens:
             return 0
@@ -120,12 +125,16 @@ class Offers:
         size = plan.block_tokens
         return plan.keys(stop // size)[0][start // size :]
 
-    def _longest(self, plan: Plan, most: int) -> int:
-        """Blocks from token 0 that could be loaded."""
+    def _spaces_of(self, facts: RequestFacts) -> list[Space]:
+        """The space of each rank for a request."""
+        return [self._eras.within(space, facts.era) for space in self._spaces(facts.adapter)]
+
+    def _longest(self, plan: Plan, most: int, start: int = 0) -> int:
+        """Blocks from token 0 that could be loaded, if the first ``start`` are in place."""
         index, groups, size = self._index, self._groups, plan.block_tokens
         if not self._strict:
-            return index.match(plan.keys(most), groups, size)
-        blocks = 0
+            return index.match(plan.keys(most), groups, size, start=start)
+        blocks = start
         while blocks < most:  # a prompt that nobody holds is not hashed to its end
             upto = plan.hashed(blocks, most)
             blocks = index.match(plan.keys(upto), groups, size, start=blocks)
@@ -143,5 +152,5 @@ class Offers:
                 self.counters.blocked += 1
                 if self._strict:
                     return block
-                return self._index.match(plan.keys(block), self._groups, plan.block_tokens)
+                return self._longest(plan, block, start if plan.known < start else 0)
         return blocks

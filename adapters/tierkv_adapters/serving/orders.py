@@ -29,6 +29,7 @@ class RequestFacts:
         salt: Secret that blocks must share to be reused (``cache_salt``).
         adapter: LoRA adapter that is active, or None.
         media: Content behind placeholder tokens.
+        era: Since which reset its KV is computed; see :class:`~tierkv_adapters.serving.eras.Eras`.
     """
 
     id: str
@@ -38,6 +39,7 @@ class RequestFacts:
     salt: bytes = field(default=b"", repr=False)
     adapter: AdapterId | None = None
     media: tuple[Media, ...] = ()
+    era: bytes = field(default=b"", repr=False)
 
 
 class Grown(NamedTuple):

@@ -102,7 +102,7 @@ class Planner(Offers):
             load_limit = 0
         plan = Plan(
             facts,
-            self._spaces(facts.adapter) if cacheable else (),
+            self._spaces_of(facts) if cacheable else (),
             len(self._groups),
             cap=load_limit,
             save_cap=save_limit,
@@ -135,7 +135,10 @@ class Planner(Offers):
         stop = start + tokens
         plan.offered, plan.loading = 0, (start, stop)
         self._told.pages(plan, pages, True, start)
-        plan.saved = stop // plan.block_tokens
+        # where the offer lies behind a hole, the engine has what fills it: it is saved as well, and
+        # what is stored behind it costs no copy
+        hole = 0 <= plan.known < start // plan.block_tokens
+        plan.saved = plan.known if hole else stop // plan.block_tokens
         self._told.load(plan, start, stop, sync)
         self.counters.loads += 1
         self.counters.accepted_tokens += tokens

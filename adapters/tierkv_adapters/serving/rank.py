@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tierkv.errors import ClosedError
 from tierkv_adapters.serving.counters import RankCounters
 from tierkv_adapters.serving.engine_side import EngineSide
+from tierkv_adapters.serving.eras import EraSpaces
 from tierkv_adapters.serving.job_board import JobBoard
 from tierkv_adapters.serving.jobs import Ended, Job
 from tierkv_adapters.serving.request_book import RequestBook
@@ -83,7 +84,7 @@ class Rank:
         self.requests = 0
         self._manager = manager
         self._pools = pools
-        self._space = space
+        self._spaces = EraSpaces(space)
         self._clock = clock
         self._side = side = EngineSide(
             manager, pools, settings, lambda job: self._board.begins(job), clock, self.counters
@@ -126,7 +127,7 @@ class Rank:
         self._loads += orders.loads
         self._saves += orders.saves
         for hint in orders.hints:
-            self._try("a hint could not be taken", self._side.hints.take, hint, self._space)
+            self._try("a hint could not be taken", self._side.hints.take, hint, self._spaces.of)
         self.requests = max(self.requests, orders.requests)
         if orders.prefill is not None:
             self._try("the speed of prefill could not be told", self._computed, orders.prefill)
@@ -231,12 +232,12 @@ class Rank:
     def _meet(self, facts: RequestFacts) -> None:
         self._end(facts.id)  # one of that name that was never ended
         request = self._requests.meet(facts)
-        request.space = self._space(facts.adapter)  # if it has none, the request is known still
+        request.space = self._spaces.of(facts)  # if it has none, the request is known still
 
     def _computed(self, prefill: tuple[int, float]) -> None:
         tokens, seconds = prefill
         if not self._closed and tokens > 0 and seconds > 0:
-            self._manager.submit(self._side.computed, self._space(None), tokens, seconds)
+            self._manager.submit(self._side.computed, self._spaces.now(), tokens, seconds)
 
     def _ready(self) -> Event | None:
         """Behind the engine's work on the pages so far."""

@@ -13,7 +13,7 @@ from tierkv.units import parse_duration
 
 __all__ = ["PageForm", "RankSettings", "ServingSettings"]
 
-_ONLY_FOR = {"ready_fraction": "trtllm"}
+_ONLY_FOR = {"ready_fraction": "trtllm", "lost_after": "trtllm"}
 
 PageForm = Literal["auto", "opaque", "described"]
 """How pages are stored: as bytes, or as tensors with axes, which lossy codecs need."""
@@ -36,6 +36,9 @@ class ServingSettings:
         layout: How pages are stored.
         ready_fraction: Share of each rank's first memory tier that may be held ready for
             TensorRT-LLM, from 0 to 1.
+        lost_after: Seconds for which TensorRT-LLM's requests wait for KV that was held for them and
+            is damaged, with no other copy in any tier; then the engine ends with an error, as a
+            load cannot be taken back there. ``"never"``: they wait until they are cancelled.
     """
 
     config: str | Mapping[str, Any] | None = None
@@ -47,6 +50,7 @@ class ServingSettings:
     retry_after: float = 30.0
     layout: PageForm = "auto"
     ready_fraction: float = 0.5
+    lost_after: float | None = 30.0
 
     @classmethod
     def parse(
@@ -148,6 +152,10 @@ def _deadline(name: str, value: object) -> object:
     return seconds
 
 
+def _patience(name: str, value: object) -> object:
+    return None if value == "never" else _seconds(name, value)
+
+
 def _form(name: str, value: object) -> object:
     if value not in get_args(PageForm):
         raise _refuse(name, value, f"one of {', '.join(get_args(PageForm))}")
@@ -170,4 +178,5 @@ _PARSERS: dict[str, Any] = {
     "retry_after": _seconds,
     "layout": _form,
     "ready_fraction": _share,
+    "lost_after": _patience,
 }

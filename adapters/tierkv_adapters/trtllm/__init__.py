@@ -26,11 +26,20 @@ Name the two classes in the runtime's own configuration, and a file with ours in
 
 Loads are asynchronous, and only of what every rank holds in memory, verified and leased; what lies
 on disk is brought there for the next request. Saves are incremental, decoded tokens included. Keys
-know salt, LoRA adapter and media. Tested against the documented contract of the interface
+know salt, LoRA adapter and media.
+
+What was offered counts as computed, and the interface has no way to take it back. A held block that
+is damaged in RAM is read from another tier, or as soon as somebody stores it again, and nobody else
+is offered it. Where neither happens within ``[serving] lost_after`` (30 s; ``"never"`` waits), all
+ranks end the engine with :class:`LostLoadError` at the same step, rather than serve other KV or let
+the request wait for ever.
+
+Tested against the documented contract of the interface
 (:mod:`tierkv.testing.trtllm`), not on the runtime itself.
 """
 
+from tierkv_adapters.trtllm.lost import LostLoadError
 from tierkv_adapters.trtllm.scheduler import TierKVConnectorScheduler
 from tierkv_adapters.trtllm.worker import TierKVConnectorWorker
 
-__all__ = ["TierKVConnectorScheduler", "TierKVConnectorWorker"]
+__all__ = ["LostLoadError", "TierKVConnectorScheduler", "TierKVConnectorWorker"]

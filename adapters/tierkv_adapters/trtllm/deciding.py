@@ -185,7 +185,9 @@ class Decisions:
         if any(len(mine) < most for mine, most in zip(lists, wanted, strict=True)):
             self._counters.short_of_pages += 1
             _log.error("request %d: pages for fewer tokens than were taken of an offer", number)
-            return  # never reported as loaded: what the runtime counts as computed is not there
+            # never reported as loaded, as what the runtime counts as computed is not there: the
+            # ranks end the engine if the request is not taken back
+            return
         if stop > tracked.computed:
             for mine in lists:
                 mine.extend([-1] * (stop // self._page_tokens - len(mine)))

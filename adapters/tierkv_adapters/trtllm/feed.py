@@ -23,10 +23,10 @@ from tierkv.decisions.types import GroupRule
 from tierkv.errors import LayoutError, TierKVError
 from tierkv.frame import header_bytes, page_round
 from tierkv_adapters.serving.limited_log import LimitedLog
-from tierkv_adapters.serving.replicas import ReplicaIndex
 from tierkv_adapters.trtllm.holds import HoldBook, Run
 from tierkv_adapters.trtllm.links import open_link
 from tierkv_adapters.trtllm.shapes import read_facts, socket_path
+from tierkv_adapters.trtllm.watching import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tierkv.blocks import BlockKey
     from tierkv.layout import Group, Space
     from tierkv_adapters.serving.orders import RequestFacts
+    from tierkv_adapters.serving.replicas import ReplicaIndex
     from tierkv_adapters.trtllm.links import Held, RankLink
     from tierkv_adapters.trtllm.shapes import RankFacts
 
@@ -105,7 +106,7 @@ class HoldFeed:
         self._world = world
         self._fraction = fraction
         self._connect = connect
-        self._index = _Residency(world, self._lost)
+        self._index = Residency(world, self._lost, self._wake_up)
         self._links: list[RankLink | None] = [None] * world
         self._facts: list[RankFacts | None] = [None] * world
         self._wishes: deque[Wish] = deque()
@@ -139,6 +140,9 @@ class HoldFeed:
         if ranks is None or self._cleared != self._losses or not self._index.is_complete():
             return None
         return ranks
+
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     def _lost(self, rank: int) -> None:
         """A rank's connection broke: its holds may be gone, even if it comes back at once."""
@@ -188,6 +192,10 @@ class HoldFeed:
         if self._cleared != (losses := list(self._losses)):
             self._forget(ranks.book.clear())
             self._cleared = losses
+        if damaged := self._index.damaged(ranks.book.runs()):
+            ranks.book.damage(damaged)
+            _log.warning("tierkv: %d held prefixes are damaged; offered no more", len(damaged))
+        self._forget(ranks.book.spent())
         if not self._index.is_complete():
             return True
         while self._wishes and not self._stopping:
@@ -198,7 +206,7 @@ class HoldFeed:
                 self._waiting.append(wish)
             else:
                 self._granted += 1
-        return bool(self._waiting)
+        return bool(self._waiting) or self._index.suspects() or ranks.book.damaged()
 
     def _meet(self) -> bool:
         """Look for ranks that have told of themselves; whether all are there."""
@@ -214,6 +222,7 @@ class HoldFeed:
             except BaseException:
                 link.close()
                 raise
+            self._index.learn(rank, facts.memory_tiers)
             self._links[rank], self._facts[rank] = link, facts
         known = tuple(facts for facts in self._facts if facts is not None)
         self.ranks = _ranks(known, self._fraction)
@@ -260,9 +269,11 @@ class HoldFeed:
                 return
             least = min(one.blocks for one in held)
             if least == blocks:
-                keys = tuple(wish.keys[0][:blocks])
                 # rank 0 names the parts that it holds; of the others those of the same blocks
-                self._forget(book.admit(Run(keys, tuple(held[0].parts), list(held))))
+                keys, parts = tuple(wish.keys[0][:blocks]), tuple(held[0].parts)
+                run = Run(keys, parts, list(held))
+                self._index.watch(run)
+                self._forget(book.admit(run))
                 return
             # a shorter prefix needs other parts of its windows: it is held by itself
             _release(held)
@@ -294,19 +305,8 @@ class HoldFeed:
 
     def _forget(self, runs: Sequence[Run]) -> None:
         for run in runs:
+            self._index.forget(run)
             _release(run.handles)
-
-
-class _Residency(ReplicaIndex):
-    """An index that tells when a rank is lost."""
-
-    def __init__(self, ranks: int, told: Callable[[int], None]) -> None:
-        super().__init__(ranks)
-        self._told = told
-
-    def lost(self, rank: int) -> None:
-        super().lost(rank)
-        self._told(rank)
 
 
 class _Asking(threading.Thread):

@@ -1,4 +1,7 @@
-"""No exception leaves a hook once the engine runs: a failure there ends the server."""
+"""No exception leaves a hook once the engine runs: a failure there ends the server.
+
+There is one that is meant to: :class:`~tierkv_adapters.trtllm.lost.LostLoadError`.
+"""
 
 from __future__ import annotations
 

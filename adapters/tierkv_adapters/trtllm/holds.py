@@ -4,7 +4,7 @@ TensorRT-LLM counts what it was offered as computed; there is no way to tell it 
 So nothing is offered but what every rank *holds*: in memory, verified there, and leased, so that it
 cannot be evicted. The scheduler's side owns the holds and alone gives them back. Whoever looks up
 an offer pins its blocks under the same lock under which holds are chosen to go, so no hold of an
-offer is given back before the load is over.
+offer is given back before the load is over. A run of which a part was damaged is offered no more.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class HoldCounters:
         returned: Runs given back to make room.
         merged: Runs given back because a longer one took their place.
         lost: Runs lost with a rank's connection.
+        damaged: Runs of which a rank has lost a part that it held.
     """
 
     held: int = 0
@@ -42,6 +43,7 @@ class HoldCounters:
     returned: int = 0
     merged: int = 0
     lost: int = 0
+    damaged: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +95,7 @@ class HoldBook:
         self._owner: dict[BlockKey, Run] = {}
         self._pins: dict[str, Sequence[BlockKey]] = {}
         self._asked: Sequence[BlockKey] = ()
+        self._damaged: list[Run] = []  # not offered any more; to be given back
 
     def __repr__(self) -> str:
         return f"<HoldBook: {len(self._runs)} runs, {self.used} of {self.budget} bytes>"
@@ -237,7 +240,29 @@ class HoldBook:
             for run in runs:
                 self._drop(run)
             self.counters.lost += len(runs)
-        return runs
+            damaged, self._damaged = self._damaged, []
+        return runs + damaged
+
+    def damage(self, runs: Sequence[Run]) -> None:
+        """A rank has lost a part of these runs, though it was held: they are offered no more."""
+        with self.lock:
+            for run in runs:
+                if id(run) in self._runs:
+                    self._drop(run)
+                    self.counters.damaged += 1
+                    self._damaged.append(run)
+
+    def spent(self) -> list[Run]:
+        """Damaged runs that no load under way may still read the rest of, to be given back."""
+        with self.lock:
+            pinned = {key for pin in self._pins.values() for key in pin}
+            gone = [run for run in self._damaged if pinned.isdisjoint(run.keys)]
+            self._damaged = [run for run in self._damaged if not pinned.isdisjoint(run.keys)]
+        return gone
+
+    def damaged(self) -> bool:
+        """Whether damaged runs wait to be given back."""
+        return bool(self._damaged)
 
     def runs(self) -> list[Run]:
         """Runs that are held, least recently offered first."""

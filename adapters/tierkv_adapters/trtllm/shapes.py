@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankFacts", "host_name", "read_facts", "socket_path", "write_facts"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _LARGEST: Final = 4 << 20  # bytes of a file: a layout of a thousand layers is a tenth of it
 
 
@@ -38,6 +38,7 @@ class RankFacts:
         block_tokens: Tokens of a block.
         page_tokens: Tokens of a page, by group.
         memory: Bytes of its first memory tier: what holds may take a share of.
+        memory_tiers: Which of its tiers are in memory: bit i is set for tier i.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankFacts:
     block_tokens: int
     page_tokens: tuple[int, ...]
     memory: int
+    memory_tiers: int = 1
 
     def space(self, adapter: AdapterId | None) -> Space:
         """The space of requests that run with this adapter."""
@@ -97,6 +99,7 @@ def write_facts(directory: str, facts: RankFacts) -> None:
         "block_tokens": facts.block_tokens,
         "page_tokens": facts.page_tokens,
         "memory": facts.memory,
+        "memory_tiers": facts.memory_tiers,
     }
     path = _file(directory, facts.rank)
     fresh = path.with_suffix(".new")
@@ -130,10 +133,10 @@ def read_facts(directory: str, rank: int, world: int) -> RankFacts | None:
 def _facts(plain: dict[str, Any]) -> RankFacts:
     if plain["format"] != _FORMAT:
         raise ValueError(f"format {plain['format']!r}, not {_FORMAT}")
-    numbers = [plain[name] for name in ("rank", "world", "block_tokens", "memory")]
+    numbers = [plain[name] for name in ("rank", "world", "block_tokens", "memory", "memory_tiers")]
     if not all(type(value) is int for value in (*numbers, *plain["page_tokens"])):
         raise ValueError("a number is none")
-    rank, world, block_tokens, memory = numbers
+    rank, world, block_tokens, memory, memory_tiers = numbers
     identity = Identity(
         plain["model"],
         plain["weights"],
@@ -153,4 +156,5 @@ def _facts(plain: dict[str, Any]) -> RankFacts:
         for group in plain["groups"]
     )
     pages = tuple(plain["page_tokens"])
-    return RankFacts(rank, world, identity, Layout(groups), block_tokens, pages, memory)
+    layout = Layout(groups)
+    return RankFacts(rank, world, identity, layout, block_tokens, pages, memory, memory_tiers)

@@ -24,6 +24,7 @@ from tierkv_adapters.serving.registry import announce, withdraw
 from tierkv_adapters.trtllm.bases import WorkerBase, rank_of
 from tierkv_adapters.trtllm.guarding import guarded
 from tierkv_adapters.trtllm.identity import identity_of
+from tierkv_adapters.trtllm.lost import Ending, LostLoadError
 from tierkv_adapters.trtllm.metadata import StepMeta
 from tierkv_adapters.trtllm.pools import flat_groups, layout_groups
 from tierkv_adapters.trtllm.requests import request_name
@@ -50,6 +51,10 @@ _LOOK_S: Final = 0.0005
 
 def _none_finished(_: object) -> tuple[list[int], list[int]]:
     return [], []
+
+
+def _nothing_lost(_: object) -> str | None:
+    return None
 
 
 class TierKVConnectorWorker(WorkerBase):
@@ -83,6 +88,8 @@ class TierKVConnectorWorker(WorkerBase):
         self._server: RemoteServer | None = None
         self._facts: RankFacts | None = None
         self._foreign = False
+        self._directory: str | None = None  # where the ranks of this machine meet
+        self._ending = Ending(*self._rank_of)
         self._windowed = False
         self._saved: set[str] = set()  # whose saves may be under way; kept where windows slide
         self._transfers = Transfers(lambda text: _log.error("tierkv: %s", text))
@@ -137,6 +144,7 @@ class TierKVConnectorWorker(WorkerBase):
             size,
             tuple(group.page_tokens for group in groups),
             memory.capacity_bytes,
+            sum(1 << at for at, tier in enumerate(engine.tiers) if tier.kind in _MEMORY),
         )
         self._manager = CacheManager(engine).open()
         self._windowed = any(group.window is not None for group in groups)
@@ -182,7 +190,11 @@ class TierKVConnectorWorker(WorkerBase):
     def bind_connector_meta(self, metadata: object) -> None:
         """Take a step's orders; waits for copies out of pages that the step overwrites."""
         super().bind_connector_meta(metadata)
-        if not isinstance(metadata, StepMeta) or self._rank is None:
+        if not isinstance(metadata, StepMeta):
+            return
+        if metadata.host == host_name():
+            self._directory = metadata.directory
+        if self._rank is None:
             return
         orders = metadata.orders
         self._transfers.ordered(orders, metadata.dropped)
@@ -246,16 +258,37 @@ class TierKVConnectorWorker(WorkerBase):
             with _on(stream):
                 self._rank.start_saves()
 
-    @guarded(_none_finished)
     def get_finished(
         self, finished_gen_req_ids: Sequence[int], started_loading_req_ids: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Ids of saves and of loads that are over; needs no further step of the engine."""
-        transfers, rank = self._transfers, self._rank
-        transfers.announced(finished_gen_req_ids, started_loading_req_ids)
+        """Ids of saves and of loads that are over; needs no further step of the engine.
+
+        Raises:
+            LostLoadError: on all ranks at the same call, if what was offered has been out of reach
+                for ``serving.lost_after``: its request can neither run nor be given back, and would
+                wait for ever. See :mod:`tierkv_adapters.trtllm.lost`.
+        """
+        found = self._over(finished_gen_req_ids, started_loading_req_ids)
+        why = self._ending.call(self._lost(), self._directory)
+        if why is not None:
+            raise LostLoadError(
+                f"{why}. TensorRT-LLM counts what it was offered as computed and cannot be told "
+                "that a load failed, so the engine ends instead of serving what lies in those "
+                "pages. serving.lost_after says how long is waited before ('never': for ever)"
+            )
+        return found
+
+    @guarded(_nothing_lost)
+    def _lost(self) -> str | None:
+        return self._transfers.lost(time.monotonic(), self._config.serving.lost_after)
+
+    @guarded(_none_finished)
+    def _over(self, finished: Sequence[int], started: Sequence[int]) -> tuple[list[int], list[int]]:
+        transfers, rank, now = self._transfers, self._rank, time.monotonic()
+        transfers.announced(finished, started, now)
         if rank is None:
             return transfers.finished(lambda _: False)
-        again = transfers.ended(rank.poll())
+        again = transfers.ended(rank.poll(), now)
         if again:
             rank.begin(StepOrders(loads=again))
             rank.start_loads()

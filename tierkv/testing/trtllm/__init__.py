@@ -19,12 +19,13 @@ from tierkv.testing.trtllm.connector import Connector
 from tierkv.testing.trtllm.modes import MODES, Mode
 from tierkv.testing.trtllm.replay import Replay
 from tierkv.testing.trtllm.requests import Item, Prompt, Request
-from tierkv.testing.trtllm.violations import RULES, Violation
+from tierkv.testing.trtllm.violations import RULES, EngineEnded, Violation
 
 __all__ = [
     "MODES",
     "RULES",
     "Connector",
+    "EngineEnded",
     "FakeLlmArgs",
     "Item",
     "Mode",

@@ -27,12 +27,14 @@ class Connector:
         worker: Makes a rank's side; it is told its rank, which it would have from MPI.
         settle: Waits until what the ranks stored can be offered, if that takes time.
         close: Lets go of what they hold. TensorRT-LLM has no such call: processes just end.
+        ends: Errors that ``get_finished`` raises on purpose, to end an engine that must not go on.
     """
 
     scheduler: Callable[[FakeLlmArgs], object]
     worker: Callable[[FakeLlmArgs, int], object]
     settle: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
+    ends: tuple[type[Exception], ...] = ()
 
     def start(self, args: FakeLlmArgs, ranks: int) -> tuple[object, list[object]]:
         """Make both sides; those of rank 0 in two threads at once, as the engine does.

@@ -42,7 +42,13 @@ class Engine:
         active: Requests that are not over, in the order in which they came.
     """
 
-    def __init__(self, mode: Mode, scheduler: object, workers: list[object]) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        scheduler: object,
+        workers: list[object],
+        ends: tuple[type[Exception], ...] = (),
+    ) -> None:
         """Register the pages with the connector.
 
         Raises:
@@ -53,7 +59,7 @@ class Engine:
         self.workers = workers
         self.hooks = Hooks()
         self.memory = Memory(mode)
-        self.transfers = Transfers(self.hooks, workers)
+        self.transfers = Transfers(self.hooks, workers, ends)
         self.outputs: list[Any] = []
         self.active: list[Request] = []
         self._sampled: list[Request] = []

@@ -60,7 +60,8 @@ class Replay(Engine):
         self._count = 0
         mode = mode or Mode()
         try:
-            super().__init__(mode, *connector.start(args or FakeLlmArgs.of(mode), mode.ranks))
+            sides = connector.start(args or FakeLlmArgs.of(mode), mode.ranks)
+            super().__init__(mode, *sides, connector.ends)
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tierkv.testing.trtllm.violations import Violation
+from tierkv.testing.trtllm.violations import EngineEnded, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,8 +23,11 @@ class Transfers:
         saving: Requests whose saves are not over on all ranks.
     """
 
-    def __init__(self, hooks: Hooks, workers: Sequence[object]) -> None:
+    def __init__(
+        self, hooks: Hooks, workers: Sequence[object], ends: tuple[type[Exception], ...] = ()
+    ) -> None:
         self._hooks = hooks
+        self._ends = ends
         self._workers = workers
         self.loading: dict[int, Request] = {}
         self.saving: dict[int, Request] = {}
@@ -56,16 +59,29 @@ class Transfers:
             Requests whose saves are over on all ranks, and whose load is.
 
         Raises:
-            Violation: ``id-foreign``, ``id-repeated``, ``hook-result`` and what hooks raise.
+            Violation: ``id-foreign``, ``id-repeated``, ``hook-result``, ``ranks-apart`` and what
+                hooks raise.
+            EngineEnded: every rank ended the engine on purpose.
         """
         (saving, loading), self._new = self._new, ([], [])
+        ended: list[Exception] = []
         for rank, worker in enumerate(self._workers):
             given = list(saving), list(loading)
-            answer = self._hooks.call(worker, "get_finished", *given)
+            try:
+                answer = self._hooks.call(worker, "get_finished", *given)
+            except Violation as error:
+                if not isinstance(error.__cause__, self._ends):
+                    raise
+                ended.append(error.__cause__)
+                continue
             saved, read = _two_lists(answer)
             self._count(rank, 0, saved, self.saving)
             for number in self._count(rank, 1, read, self.loading):
                 loaded(rank, self.loading[number])
+        if 0 < len(ended) < len(self._workers):
+            raise Violation("ranks-apart", f"{len(ended)} of {len(self._workers)}: {ended[0]}")
+        if ended:
+            raise EngineEnded(ended)
         return self._collect(0, self.saving), self._collect(1, self.loading)
 
     def _count(self, rank: int, kind: int, ids: list[int], known: dict[int, Request]) -> list[int]:

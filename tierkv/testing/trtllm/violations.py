@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["RULES", "Violation"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["RULES", "EngineEnded", "Violation"]
 
 RULES: Final = {
     "hook-raised": "no exception leaves a hook once the engine has started",
@@ -23,9 +26,22 @@ RULES: Final = {
     "id-foreign": "get_finished returns ids that it was given",
     "id-repeated": "get_finished returns an id once",
     "never-finished": "every load and save that was announced is reported in the end",
+    "ranks-apart": "ranks that end the engine raise at the same call: the others wait for them",
     "pages-lost": "every page comes back once all requests and their saves are over",
 }
 """Every rule that the driver enforces, by the name that a :class:`Violation` carries."""
+
+
+class EngineEnded(Exception):
+    """A connector ended the engine, on all ranks at once, with an error that it has for that.
+
+    Attributes:
+        errors: What each rank raised.
+    """
+
+    def __init__(self, errors: Sequence[Exception]) -> None:
+        super().__init__(str(errors[0]))
+        self.errors = tuple(errors)
 
 
 class Violation(AssertionError):

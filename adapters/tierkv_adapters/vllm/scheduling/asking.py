@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tierkv.blocks import Media, encode_fields
+from tierkv.blocks import Media
 from tierkv.config.fields import did_you_mean
 from tierkv.errors import ConfigError
 from tierkv.units import parse_duration
@@ -192,8 +192,6 @@ def wanted_of(
     salt = asked.salt
     if salt is None:
         salt = (getattr(request, "cache_salt", None) or "").encode()
-    if era:
-        salt = encode_fields("tierkv.era", era, salt)
     facts = RequestFacts(
         request.request_id,
         session=asked.session,
@@ -202,6 +200,7 @@ def wanted_of(
         salt=salt,
         adapter=adapter,
         media=media or (),
+        era=era,
     )
     return Wanted(facts, cacheable, load, save, asked.load_deadline)
 
