@@ -7,16 +7,15 @@ many minutes: run it for large changes and for releases. Exit status 1 if a boun
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.report import emit
+from benchmarks.report import About, arguments, emit
 from tierkv.testing.crash import CrashReport, run_crashes
 
 if TYPE_CHECKING:
@@ -328,10 +327,19 @@ CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
+ABOUT: Final = About(
+    measures="every promise of the project that can be measured, in full counts",
+    against="the bound of each, which stands in its row; most checks are the other benchmarks here",
+    floors="all of them; exit status 1 if one is missed",
+    takes="hours in all: crash, faults, stress, vllm and peers most of it; name the checks that "
+    "you want (--list), or set TIERKV_SCALE=0.05",
+    needs="the extras demo and test; vLLM, LMCache and traces each for one check",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.acceptance", description=__doc__)
+    parser = arguments("acceptance", __doc__, ABOUT)
     parser.add_argument("names", nargs="*", metavar="name", help="checks to run; default: all")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--list", action="store_true", help="name the checks and stop")
     options = parser.parse_args(argv)
     if options.list:

@@ -12,7 +12,6 @@ norm of the error over that of the tensors, keys and values apart.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.report import emit
+from benchmarks.report import About, arguments, emit
 from benchmarks.synthetic import synthetic
 from tierkv.chains import parse_chain
 from tierkv_codecs.kernels import available
@@ -236,12 +235,20 @@ def rows(tensors: Tensors, repeats: int) -> list[dict[str, Cell]]:
     return found + [{**empty, "codec": name, "missing": why} for name, why in missing.items()]
 
 
+ABOUT: Final = About(
+    measures="bits a number, error, and GB/s of encoding and decoding, by one thread",
+    against="ZipNN, LMCache's fp8 and CacheGen, and turboquant, on the same tensors in turns",
+    floors="none; exit status 0",
+    takes="seconds without a peer, minutes with all of them; less with --layers 1",
+    needs="whichever of the peers can be imported; the others have a row that says so",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(prog="benchmarks.codec_peers", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=4, help="of 4 MiB each")
+    parser = arguments("codec_peers", __doc__, ABOUT)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each; default: 5")
+    parser.add_argument("--layers", type=int, default=4, help="of 4 MiB each; default: 4")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     pairs = synthetic(layers=args.layers)

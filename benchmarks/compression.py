@@ -6,7 +6,6 @@ ones; conversions in place are timed in turns with the bare encoder, each on one
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -14,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import tierkv
-from benchmarks.report import emit
+from benchmarks.report import About, arguments, emit
 from benchmarks.running import OnLoop
 from benchmarks.synthetic import synthetic
 from tierkv.buffers import Arena
@@ -152,14 +151,23 @@ def conversion(chain: str, blocks: int, repeats: int) -> tuple[float, float]:
     return raw / statistics.median(seconds[1:]) / 1e9, statistics.median(ratios[1:])
 
 
+ABOUT: Final = About(
+    measures="blocks that a full tier keeps under rules of compression, memory left allocatable "
+    "after many puts and deletes, and GB/s of conversions in place",
+    against="raw blocks in a tier of the same size; conversions: the bare encoder, one thread each",
+    floors=f"blocks kept: {', '.join(f'{name} {floor}x' for name, floor in FLOORS.items())}; "
+    f"allocatable: {ALLOCATABLE:.0%}; exit status 1 below",
+    takes="half a minute of CPU; less with smaller --capacity and --operations",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit status 1 if a floor is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.compression", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("compression", __doc__, ABOUT)
     parser.add_argument("--capacity", type=int, default=24, help="MiB of the tier that is filled")
     parser.add_argument("--operations", type=int, default=100_000, help="puts and deletes")
     parser.add_argument("--blocks", type=int, default=48, help="blocks converted at once")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of conversions")
     args = parser.parse_args(argv)
     capacity = args.capacity << 20
     raw = kept(None, capacity)

@@ -14,11 +14,10 @@ Run with ``python -m benchmarks.datapath [--json]``; exit status 1 if a bound is
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from unittest import mock
 
 import torch
@@ -27,7 +26,7 @@ import tierkv
 import tierkv.mover.rowcopies
 import tierkv.pipeline.raw
 from benchmarks import disk
-from benchmarks.report import Paired, emit, paired
+from benchmarks.report import About, Paired, arguments, emit, paired
 from benchmarks.running import OnLoop
 from tierkv.jit import copying, walking
 
@@ -365,10 +364,20 @@ def _short(row: dict[str, Cell]) -> dict[str, Cell]:
     return {**head, **{key: row[key] for key in keys}}
 
 
+ABOUT: Final = About(
+    measures="GB/s of a whole load or store: RAM into dense tensors and pages, and the disk",
+    against="torch's copy of the same bytes (RAM), threads with O_DIRECT (disk), in turns",
+    floors="with the extra fast: "
+    + "; ".join(f"{name} {bound}" for name, bound in BOUNDS.items())
+    + " (of the speed of the other side); exit status 1 below",
+    takes="some minutes; less with --repeats 3 or --mib 2",
+    needs="2 GiB of RAM and 1 GiB on the disk to measure; for the floors of RAM the extra fast",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit status 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.datapath", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("datapath", __doc__, ABOUT)
     parser.add_argument("--repeats", type=int, default=15, help="pairs per row")
     parser.add_argument("--mib", type=float, nargs="+", default=[2, 8, 32], help="frame sizes")
     parser.add_argument("--batch", type=float, default=_BATCH / _MIB, help="MiB of a call")

@@ -9,7 +9,6 @@ nothing else: no index, no journal, no checks. Ratios only: absolute figures are
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import mmap
 import os
@@ -19,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.report import Cell, emit, paired
+from benchmarks.report import About, Cell, arguments, emit, paired
 from tierkv.abc import OK, ReadRequest, WriteItem
 from tierkv.buffers import Arena
 from tierkv.config import Tier
@@ -221,14 +220,23 @@ def _row(
     }
 
 
-def main() -> int:
+ABOUT: Final = About(
+    measures="GB/s of the batches of an nvme tier, reading and writing",
+    against="threads that read and write one file with O_DIRECT, in turns",
+    floors="none here (benchmarks.datapath has them); exit status 1 if O_DIRECT works and the tier "
+    "did not use it",
+    takes="less than a minute; less with --repeats 3",
+    needs="1 GiB on the disk to measure; where O_DIRECT does not work there are no rows",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 1 if O_DIRECT works here and the tier did not use it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments("disk", __doc__, ABOUT)
     parser.add_argument("--directory", help="on the disk to measure; default: the temporary one")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=15, help="pairs per row")
     parser.add_argument("--batch", type=int, default=_BATCH, help="bytes of a batch")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     found = rows(args.directory, repeats=args.repeats, batch=args.batch)
     emit("disk", found, args.json)
     return int(any(row["buffered_bytes"] for row in found))

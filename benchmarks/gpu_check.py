@@ -14,7 +14,6 @@ speeds have no bounds. Exit status 1 if a check fails.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import subprocess
@@ -22,14 +21,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import tierkv
 from benchmarks import gpu_codecs
 from benchmarks.gpu_copies import copies, overlap, row
-from benchmarks.report import emit
+from benchmarks.report import About, arguments, emit
 from tierkv.abc import Move
 from tierkv.abc.direct import DirectBackend
 from tierkv.config import Tier
@@ -281,10 +280,19 @@ def rows(name: str, *, mib: int = 256, repeats: int = 15) -> Iterator[Row]:
             devices.close()
 
 
+ABOUT: Final = About(
+    measures="every device path: right bytes, speed of copies and codecs, copies behind compute",
+    against="the host's codecs and checksums to the bit; raw copies of pinned memory in turns",
+    floors="a raw pinned copy, overlap with compute, and the rest in column bound; exit status 1 "
+    "if a check fails",
+    takes="a few minutes on a GPU; as long with --device cpu, whose speeds have no bounds",
+    needs="a CUDA device (without one it says so and ends with 0); for direct files kvikio",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks; exit status 1 if one fails."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("gpu_check", __doc__, ABOUT)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (the stand-in)")
     parser.add_argument("--mib", type=int, default=256, help="size of the copies")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of copies")

@@ -6,7 +6,6 @@ Run ``python -m benchmarks.overhead [--json] [--blocks 1000,100000,1000000]``. R
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import os
@@ -14,7 +13,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.report import emit, spread
+from benchmarks.report import About, arguments, emit, spread
 from tierkv.blocks import BlockKey, part_id
 from tierkv.decisions.core import Decisions
 from tierkv.decisions.policy.lrfu import Lrfu
@@ -238,12 +237,22 @@ def _leased(blocks: int, repeats: int) -> dict[str, Cell]:
     return _row(f"store beside {leased} leased blocks", blocks, spread(ratios).median, "ratio", 1.2)
 
 
+ABOUT: Final = About(
+    measures="CPU of each kind of decision, per block and without payload; memory per tracked "
+    "part; pauses of the garbage collector",
+    against="the same decisions among fewer blocks, in turns: costs must not grow with the number",
+    floors=f"{US_PER_BLOCK:g} us a block, {RATIO:g} times the cost at the smallest size, "
+    f"{BYTES_PER_PART:g} bytes a part, pauses of {GC_PAUSE_MS:g} ms; exit status 1 above",
+    takes="some minutes of CPU, most of it for the million; less with --blocks 1000,100000",
+    needs="1 GiB of RAM",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit status 1 if a limit is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("overhead", __doc__, ABOUT)
     parser.add_argument("--blocks", default="1000,100000,1000000", help="sizes, ascending")
-    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=60, help="rounds; default: 60")
     args = parser.parse_args(argv)
     random.seed(1)
     sizes = sorted(int(size) for size in args.blocks.split(","))

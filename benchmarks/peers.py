@@ -17,21 +17,20 @@ is missed, 2 if LMCache cannot be had.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import tierkv
-from benchmarks.peers_env import Peer, find_python
+from benchmarks.peers_env import VERSION, Peer, find_python
 from benchmarks.peers_probes import PROBES, probe
 from benchmarks.peers_tierkv import BLOCK, COPIES, Disk, Ram, Timed, paged, space_of
-from benchmarks.report import emit, spread
+from benchmarks.report import About, arguments, emit, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["disk_rows", "probe_rows", "ram_rows", "restart_row"]
 
 _CALLS = 8
+_PARTS = ("ram", "disk", "restart", "probes")
 
 
 # --------------------------------------------------------------------------- rows
@@ -178,17 +178,28 @@ def probe_rows(python: Path, directory: str, names: Sequence[str]) -> Iterator[d
         }
 
 
+ABOUT: Final = About(
+    measures="blocks lent, copied and put in RAM; puts and cold reads on disk; what is found after "
+    "a restart; eighteen faults",
+    against=f"LMCache {VERSION} doing the same in a process of its own, in turns",
+    floors="the ratio in each row's bound, and every probe held; exit status 1 if one is missed, 2 "
+    "if LMCache cannot be had",
+    takes="about half an hour; a few minutes with --quick",
+    needs="LMCache, once installed from a package index into ~/.cache/tierkv, or "
+    "BENCH_LMCACHE_ENV; 2 GiB of RAM, 1 GiB of disk",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit status 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("peers", __doc__, ABOUT)
     parser.add_argument("--quick", action="store_true", help="small counts: shows that it works")
     parser.add_argument("--repeats", type=int, default=15, help="pairs per row")
     parser.add_argument("--directory", help="on the disk to measure; default: the temporary one")
-    parser.add_argument("--only", nargs="+", choices=("ram", "disk", "restart", "probes"))
+    parser.add_argument("--only", nargs="+", choices=_PARTS, help="these alone")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    wanted = args.only or ("ram", "disk", "restart", "probes")
+    wanted = args.only or _PARTS
     repeats = 3 if args.quick else args.repeats
     try:
         python = find_python()

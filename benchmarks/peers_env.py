@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Peer", "find_python"]
+__all__ = ["VERSION", "Peer", "find_python"]
 
 VERSION: Final = "0.5.6"
 _CHILD: Final = Path(__file__).with_name("peers_lmcache.py")

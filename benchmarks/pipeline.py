@@ -15,17 +15,16 @@ Run with ``python -m benchmarks.pipeline [--json]``; exit status 1 if a bound is
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import tierkv
-from benchmarks.report import emit, spread
+from benchmarks.report import About, arguments, emit, spread
 from tierkv.registry import resolve
 from tierkv.testing.virtual import Throttled, VirtualDevice, VirtualStream, run_virtual
 
@@ -223,10 +222,19 @@ def _figures(
     }
 
 
+ABOUT: Final = About(
+    measures="how far the stages of a load and a store overlap, and the time to the first token of "
+    "a model whose layers compute while later ones travel",
+    against="a perfect pipeline in virtual time; the model: loading everything, then computing",
+    floors=f"{_IDEAL}x the perfect pipeline, {_LAYERWISE}x load-then-compute; exit status 1 above",
+    takes="some twenty seconds of CPU in virtual time (--model none), ten minutes with the model",
+    needs="for the model the extra demo, which fetches 90 MB once",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit status 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.pipeline", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("pipeline", __doc__, ABOUT)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(_TOKENS), help="virtual time")
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3, a directory or 'none'")
     parser.add_argument("--prefix", type=int, default=_PREFIX, help="tokens that are loaded")

@@ -1,20 +1,80 @@
-"""How benchmarks measure and report: interleaved pairs, medians, quartiles, one JSON layout."""
+"""How benchmarks measure and report: interleaved pairs, medians, quartiles, one JSON layout.
+
+And what they say of themselves: ``--help`` of all of them has the same five lines.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import statistics
 import sys
+import textwrap
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["SCHEMA_VERSION", "Paired", "Spread", "emit", "paired", "spread"]
+__all__ = ["SCHEMA_VERSION", "About", "Paired", "Spread", "arguments", "emit", "paired", "spread"]
 
 SCHEMA_VERSION = 1
+_WIDTH: Final = 96
+_INDENT: Final = 10
 Cell = str | int | float | bool | None
+
+
+class About(NamedTuple):
+    """What somebody wants to know of a benchmark before running it.
+
+    Attributes:
+        measures: What is measured.
+        against: Beside what, in the same run.
+        floors: Which promises are checked, and what a missed one does to the exit status.
+        takes: How long it takes on two cores, and what makes that less.
+        needs: What has to be there beyond the package and its core dependencies.
+    """
+
+    measures: str
+    against: str
+    floors: str
+    takes: str
+    needs: str = "nothing else"
+
+
+def arguments(name: str, doc: str | None, about: About) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with ``--json``; ``--help`` tells what it is about.
+
+    Args:
+        name: Name of the module in ``benchmarks``.
+        doc: Its docstring: the first line heads the help, the rest explains columns at its end.
+        about: The lines between.
+    """
+    title, _, details = _plain(doc or "").strip().partition("\n")
+    told = [
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=f"{what:{_INDENT}}",
+            subsequent_indent=" " * _INDENT,
+            break_on_hyphens=False,
+        )
+        for what, text in about._asdict().items()
+    ]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description="\n".join([title, "", *told]),
+        epilog=details.strip() or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _plain(doc: str) -> str:
+    """A docstring without its markup."""
+    return re.sub(r":\w+:`~?\.?([^`]+)`", r"\1", doc).replace("``", "")
 
 
 class Spread(NamedTuple):

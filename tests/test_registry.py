@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import invalidate_caches
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, get_args
 
 import pytest
@@ -16,6 +18,7 @@ POLICIES = (
     *("adaptive", "arc", "fifo", "gdsf", "gittins", "importance", "lfu", "lfu_decay"),
     *("lrfu", "lru", "lru2", "s3fifo", "size_aware"),
 )
+ADAPTERS = {"hf": "transformers", "trtllm": "tensorrt_llm", "vllm": "vllm"}
 PREDICTORS = ["arrival", "chain", "oracle", "return_time", "sequential"]
 BUILT_IN = [
     ("backends", "device", abc.ResidentBackend),
@@ -95,11 +98,37 @@ def test_every_built_in_name_loads(kind: registry.Kind, name: str, base: type) -
 
 
 def test_this_list_of_built_in_names_is_complete() -> None:
-    listed = {(kind, name) for kind, name, _ in BUILT_IN} | {("adapters", "hf")}
+    listed = {(kind, name) for kind, name, _ in BUILT_IN}
+    listed |= {("adapters", name) for name in ADAPTERS}
 
     assert listed == {
         (kind, name) for kind in get_args(registry.Kind) for name in registry.names(kind)
     }
+
+
+@pytest.mark.parametrize(("name", "library"), ADAPTERS.items())
+def test_what_an_adapter_is_for_is_looked_for_and_not_imported(
+    name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    assert registry.lacks("adapters", name) == library
+    (tmp_path / library).mkdir()  # a folder of that name is no library
+    invalidate_caches()
+    assert registry.lacks("adapters", name) == library
+    (tmp_path / library / "__init__.py").write_text("raise RuntimeError('no driver')")
+    invalidate_caches()
+    assert registry.lacks("adapters", name) is None
+    assert library not in sys.modules
+    monkeypatch.setitem(sys.modules, library, None)
+    assert registry.lacks("adapters", name) == library
+    assert registry.lacks("backends", name) is None
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_known_and_loads(name: str) -> None:
+    assert registry.resolve("adapters", name).__name__ == f"tierkv_adapters.{name}"
 
 
 def test_an_installed_package_adds_a_name(install: object) -> None:
@@ -146,6 +175,23 @@ def test_f085_a_failing_import_is_an_error_with_a_hint(install: object, kind_of_
         registry.resolve("backends", "foo")
 
 
+def test_f085_a_library_that_is_not_installed_is_named(install: object) -> None:
+    assert callable(install)
+    entry = "[tierkv.backends]\nfoo = fakeplug:Foo\n"
+    install("fakeplug", "import no_such_library", entry)
+    install(
+        "oldplug", "import json.no_such_part", entry.replace("foo", "old").replace("fake", "old")
+    )
+
+    with pytest.raises(
+        MissingDependencyError, match="'foo' needs no_such_library, which is not in"
+    ):
+        registry.resolve("backends", "foo")
+    # the library is there, but too old or too new
+    with pytest.raises(MissingDependencyError, match=r"cannot be imported.*json\."):
+        registry.resolve("backends", "old")
+
+
 def test_a_module_without_the_attribute_is_named(install: object) -> None:
     assert callable(install)
     install("fakeplug", MODULE, "[tierkv.policies]\nfoo = fakeplug:Missing\n")
@@ -172,7 +218,7 @@ def test_a_typing_mistake_gets_a_suggestion() -> None:
         registry.resolve("codecs", "ztsd")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("backends", "redis"), ("adapters", "vllm")])
+@pytest.mark.parametrize(("kind", "name"), [("backends", "redis"), ("backends", "s3")])
 def test_f079_a_planned_name_is_refused_as_not_available(kind: registry.Kind, name: str) -> None:
     with pytest.raises(ConfigError, match="not available in this version"):
         registry.resolve(kind, name)

@@ -16,6 +16,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from tierkv import abc
@@ -24,16 +25,19 @@ from tierkv.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Kind", "factory", "load", "names", "refresh", "resolve"]
+__all__ = ["Kind", "factory", "lacks", "load", "names", "refresh", "resolve"]
 
 Kind = Literal["adapters", "admissions", "backends", "codecs", "devices", "policies", "predictors"]
 """Groups of plug-ins; third parties use the entry point group ``tierkv.<kind>``."""
 
 _HF_HINT: Final = "pip install -c constraints.txt -e '.[hf]'"
+_SERVING_HINT: Final = "install this checkout into the engine's own environment: pip install -e ."
 _CORE_HINT: Final = "reinstall the package with its dependencies: pip install -e ."
 
 _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("adapters", "hf"): ("tierkv_adapters.hf", _HF_HINT),
+    ("adapters", "trtllm"): ("tierkv_adapters.trtllm", _SERVING_HINT),
+    ("adapters", "vllm"): ("tierkv_adapters.vllm", _SERVING_HINT),
     ("admissions", "all"): ("tierkv.decisions.admission.everything:Everything", _CORE_HINT),
     ("admissions", "second_use"): (
         "tierkv.decisions.admission.second_use:SecondUse",
@@ -89,9 +93,15 @@ _BUILT_IN: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("predictors", "sequential"): ("tierkv.decisions.predict.sequential:ReadAhead", _CORE_HINT),
 }
 
+# What an adapter adapts: it may load without, so that it can be configured, but has nothing to do.
+_NEEDS: Final[dict[tuple[str, str], str]] = {
+    ("adapters", "hf"): "transformers",
+    ("adapters", "trtllm"): "tensorrt_llm",
+    ("adapters", "vllm"): "vllm",
+}
+
 # Names that the design reserves for later versions: asking for one is not a typing mistake.
 _PLANNED: Final[dict[str, frozenset[str]]] = {
-    "adapters": frozenset({"trtllm", "vllm"}),
     "backends": frozenset({"redis", "s3"}),
 }
 
@@ -126,6 +136,23 @@ def names(kind: Kind) -> list[str]:
     """
     _check_kind(kind)
     return sorted({name for k, name in _BUILT_IN if k == kind} | set(_entry_points(kind)))
+
+
+def lacks(kind: Kind, name: str) -> str | None:
+    """The library that a built-in plug-in is for, if it is not installed here; imports nothing.
+
+    Returns:
+        Name of a module; None if it can be found, or if the plug-in stands by itself.
+    """
+    library = _NEEDS.get((kind, name))
+    if library is None:
+        return None
+    try:
+        spec = importlib.util.find_spec(library)
+    except ValueError:  # it is there, and was loaded in a way of its own
+        return None
+    # a folder that happens to have its name is a package without an origin
+    return library if spec is None or spec.origin is None else None
 
 
 def resolve(kind: Kind, name: str) -> Any:
@@ -199,14 +226,21 @@ def load(target: str, *, what: str, hint: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (ImportError, OSError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"{what} needs {module_name}, which cannot be imported ({error}); {hint}"
-        ) from error
+        raise MissingDependencyError(f"{what} {_lacking(module_name, error)}; {hint}") from error
     for step in attribute.split(".") if attribute else ():
         if not hasattr(found, step):
             raise ConfigError(f"{what}: {module_name} has no attribute {attribute!r}")
         found = getattr(found, step)
     return found
+
+
+def _lacking(module: str, error: Exception) -> str:
+    if isinstance(error, MissingDependencyError) and isinstance(error.__cause__, ImportError):
+        error = error.__cause__  # the hint of who asks is the better one
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and missing != module and "." not in missing:
+        return f"needs {missing}, which is not installed"
+    return f"needs {module}, which cannot be imported ({error})"
 
 
 def _check_kind(kind: str) -> None:

@@ -112,3 +112,40 @@ def test_numbers_that_no_request_has_are_refused(field: str, value: object, path
 )
 def test_fields_of_the_own_format_are_checked_too(field: str, value: object, path: Path) -> None:
     refused(path, HEADER, REQUEST, {**REQUEST, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_tokens", 0),
+        ("block_tokens", -16),
+        ("block_tokens", 10**30),
+        ("bytes_per_token", -1),
+        ("bytes_per_token", 10**30),
+        ("bytes_per_token", "nan"),
+    ],
+)
+def test_d7_a_header_with_blocks_that_nobody_has_is_refused(
+    field: str, value: object, path: Path
+) -> None:
+    assert "not a line of a tierkv trace" in refused(path, HEADER | {field: value})
+
+
+def test_bytes_that_a_header_leaves_open_are_those_that_were_asked_for(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in (HEADER, REQUEST)))
+    assert open_trace(path, bytes_per_token=64).header.bytes_per_token == 1, "it tells"
+    open_header = HEADER | {"bytes_per_token": 0}  # what a model of nothing but states has
+    path.write_text("".join(json.dumps(row) + "\n" for row in (open_header, REQUEST)))
+    trace = open_trace(path, bytes_per_token=64)
+    assert trace.header.bytes_per_token == 64
+    assert len(list(trace)) == 1
+    for nbytes in (0, -1, 1 << 40):
+        with pytest.raises(TraceError, match="bytes"):
+            open_trace(path, bytes_per_token=nbytes)
+
+
+def test_blocks_that_nobody_has_are_refused_where_the_format_leaves_them_open(path: Path) -> None:
+    path.write_text(samples.AZURE)
+    for size in (0, -1, 10**30):
+        with pytest.raises(TraceError, match=r"a block cannot hold|no block has"):
+            open_trace(path, block_tokens=size)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.tuning.planted import FRAME, scans
-from tierkv import cli, cli_tuning, tuning
+from tierkv import cli, tuning
+from tierkv.cli import tuning as commands
 from tierkv.config import load_config
+from tierkv.errors import ConfigError
 from tierkv.traces import write_trace
 
 if TYPE_CHECKING:
@@ -57,6 +60,14 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--tier", "host=1MiB", "--plot", "/nowhere/a.svg"], "no directory '/nowhere'"),
         (["--tier", "host=1MiB", "--csv", "/"], "is a directory"),
         (["--tier", "host=1MiB", "--price", "hosst=3"], "there is no such --tier (host)"),
+        (["--tier", "host=1MiB", "--price", "host=inf"], "want NAME=COST"),
+        (["--tier", "hostx=1MiB"], "another needs --price hostx=COST"),
+        (["--tier", "host=nan"], "--tier host: not a size"),
+        (["--tier", "host=-1"], "--tier host: not a size"),
+        (["--tier", "host=1"], "hold no block of this trace"),
+        (["--tier", "host=1MiB", "--prefill", "nan"], "--prefill"),
+        (["--tier", "host=1MiB", "--csv", "/proc/a.csv"], "cannot be written"),
+        (["--tier", "host=1MiB", "--sample", "nan"], "a share above 0 and up to 1"),
         (["--tier", "host=1MiB", "--sample", "2"], "a share above 0 and up to 1, not 2"),
         (["--tier", "host=1MiB", "--sample", "1e-9"], "take a larger one"),
         (["--tier", "host=1MiB", "--reach-hit", "5"], "--reach-hit"),
@@ -97,7 +108,7 @@ def test_tune_ends_with_ctrl_c(trace: str, tmp_path: Path, monkeypatch: pytest.M
 
         return whole(*args, **(options | {"on_trial": stop}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cli_tuning, "tune", cut)
+    monkeypatch.setattr(commands, "tune", cut)
     out = tmp_path / "found.toml"
     assert cli.main(["tune", trace, "--tier", f"host={16 * FRAME}", "--out", str(out)]) == 130
     assert out.exists()
@@ -108,7 +119,12 @@ def test_tune_ends_with_ctrl_c(trace: str, tmp_path: Path, monkeypatch: pytest.M
     [
         (["--tier", "host=1MiB,2MiB"], "one size a tier"),
         (["--tier", "host=1MiB", "--out", "/nowhere/at/all.toml"], "there is no directory"),
-        (["--tier", "host=1MiB", "--budget", "soon"], "soon"),
+        (["--tier", "host=1MiB", "--budget", "soon"], "--budget: not a duration: 'soon'"),
+        (["--tier", "host=1"], "hold no block of this trace"),
+        (["--tier", "host=1MiB", "--prefill", "nan"], "--prefill"),
+        (["--tier", "nvme=1MiB", "--path", ""], "names no directory"),
+        (["--tier", "nvme=1MiB", "--path", "kv/{host}"], "unknown placeholder {host}"),
+        (["--tier", "host=1MiB", "--out", "/proc/a.toml"], "cannot be written"),
         (["--tier", "host=1MiB", "--trials", "0"], "--trials"),
         (["--tier", "host=0"], "a tier needs bytes"),
         (["--tier", "hostx=1MiB"], "a tier is one of device, file, host, nvme"),
@@ -126,7 +142,7 @@ def test_tune_refuses(
 def test_a_sweep_replays_nothing_before_each_policy_is_known(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli_tuning, "sweep", None)
+    monkeypatch.setattr(commands, "sweep", None)
     assert cli.main(["sweep", trace, "--tier", "host=1MiB", "--policy", "lru,zz"]) == 2
     assert "unknown name 'zz'" in capsys.readouterr().err
 
@@ -143,6 +159,37 @@ def test_a_trace_without_requests_is_swept_by_nobody(
 def test_a_size_given_twice_is_one_point(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sweep", trace, "--tier", "host=1MiB,1MiB", "--policy", "lru,lru"]) == 0
     assert capsys.readouterr().out.count("host 1 MiB") == 1
+
+
+def test_what_was_found_is_told_although_its_picture_cannot_be_drawn(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(path: Path, data: bytes) -> None:
+        raise ConfigError(f"cannot write {path}: No space left on device; name another file")
+
+    monkeypatch.setattr("tierkv.tuning.plotting.put", full)
+    target = str(tmp_path / "curve.svg")
+    assert cli.main(["sweep", trace, "--tier", "host=1MiB", "--plot", target]) == 2
+    out, err = capsys.readouterr()
+    assert "host 1 MiB" in out
+    assert "No space left" in err
+
+
+@pytest.mark.parametrize("odd", ["a trace\x00\x1b[31m\x7f", "\ud83d", "\U0001f600"])
+def test_whatever_a_trace_is_called_its_settings_are_read_back(
+    odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna")
+    path, out = tmp_path / "trace.jsonl", tmp_path / "found.toml"
+    planted = scans(30)
+    planted.header = dataclasses.replace(planted.header, origin=odd)
+    write_trace(str(path), planted)
+    place = "/data/\U0001f600/\x7f/{worker}"
+    options = ["--tier", f"nvme={16 * FRAME}", "--trials", "1", "--path", place]
+    assert cli.main(["tune", str(path), *options, "--out", str(out)]) == 0
+    assert load_config(out).config.tiers[0].path == place
 
 
 def test_tune_refuses_a_file_that_is_no_study(

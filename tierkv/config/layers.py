@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 from tierkv.config.compression import CompressionPolicy
 from tierkv.config.fields import did_you_mean
 from tierkv.config.policies import Hybrid, Policy
+from tierkv.config.sources import left_out
 from tierkv.config.specs import EngineConfig, Tier
 from tierkv.errors import ConfigError
 
@@ -49,8 +50,12 @@ class Loaded(NamedTuple):
     Attributes:
         config: The configuration.
         sources: Where each setting came from: ``"default"``, the file, the environment variable,
-            or ``"argument"``. Tenants are listed limit by limit (``"tenants.acme.quota.host"``).
+            or ``"argument"``. Tenants are listed limit by limit (``"tenants.acme.quota.host"``);
+            where tiers, policies or compression have a source, so are the fields in them that
+            nobody set (``"tiers[0].high"``), as ``"default"``.
     """
+
+    # the source of a path is that of the longest path in here that it begins with
 
     config: EngineConfig
     sources: dict[str, str]
@@ -96,9 +101,10 @@ def load_config(
     for layer in layers:
         _apply(layer, values, sources)
     if "tiers" not in values:
+        where = "" if source is None or isinstance(source, Mapping) else f" in {source}"
         raise ConfigError(
-            f"no tiers are configured: give tiers=[tierkv.Tier('host', '1GiB')], a [[tiers]] table "
-            f"in the TOML file, or {PREFIX}TIERS as JSON"
+            f"no tiers are configured{where}: give tiers=[tierkv.Tier('host', '1GiB')], a "
+            f"[[tiers]] table in the TOML file, or {PREFIX}TIERS as JSON"
         )
     try:
         return Loaded(EngineConfig(**values), sources)
@@ -116,20 +122,25 @@ def _origin(setting: str | None, sources: Mapping[str, str]) -> str | None:
     return next((origin for origin in inside if origin != DEFAULT), None)
 
 
-def to_plain(config: EngineConfig) -> dict[str, Any]:
-    """The configuration as JSON-like values; :func:`load_config` reads it back equal."""
-    plain = {name: _plain(getattr(config, name)) for name in _FIELDS}
-    return {name: value for name, value in plain.items() if value is not None}
+def to_plain(config: EngineConfig, *, unset: bool = False) -> dict[str, Any]:
+    """The configuration as JSON-like values; :func:`load_config` reads it back equal.
+
+    Args:
+        config: The configuration.
+        unset: Whether settings that are None are listed; TOML has no word for them.
+    """
+    plain: dict[str, Any] = _plain(config, unset)
+    return plain
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, unset: bool) -> Any:
     if dataclasses.is_dataclass(value):
-        pairs = ((f.name, _plain(getattr(value, f.name))) for f in fields(value))
-        return {name: item for name, item in pairs if item is not None}
+        pairs = ((f.name, _plain(getattr(value, f.name), unset)) for f in fields(value))
+        return {name: item for name, item in pairs if unset or item is not None}
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _plain(item, unset) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, unset) for item in value]
     return value
 
 
@@ -138,7 +149,8 @@ def _file(path: Path) -> _Layer:
         with path.open("rb") as stream:
             return _Layer(tomllib.load(stream), str(path))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+        why = error.strerror or error
+        raise ConfigError(f"cannot read the configuration file {path}: {why}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
@@ -202,8 +214,11 @@ def _apply(layer: _Layer, values: dict[str, Any], sources: dict[str, str]) -> No
             values[name] = _merge(values.get(name, {}), raw, where)
             _note(raw, name, layer, sources)
             continue
-        values[name] = _build(name, raw, where)
+        values[name] = built = _build(name, raw, where)
+        for path in [path for path in sources if path.startswith((f"{name}.", f"{name}["))]:
+            del sources[path]  # of the value that an earlier layer had
         sources[name] = layer.origin(name)
+        sources.update(dict.fromkeys(left_out(built, raw, name), DEFAULT))
 
 
 def _merge(old: Mapping[str, Any], new: Any, where: str) -> dict[str, Any]:

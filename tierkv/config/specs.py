@@ -102,6 +102,8 @@ class Tier:
                 raise ConfigError(
                     f"{what}: {name} has no meaning for a {self.kind!r} tier; drop it"
                 )
+        if self.path is not None and (not self.path or "\0" in self.path):
+            raise ConfigError(f"{what}: path {self.path!r} names no directory")
         strange = [p for p in _PLACEHOLDER.findall(self.path or "") if p != "{worker}"]
         if strange:
             raise ConfigError(
@@ -200,6 +202,11 @@ class EngineConfig:
             set_field(self, "trace", os.fspath(self.trace))
         check_types(self, what, policy=(str, Policy, Hybrid), name=str, busy=str, tenants=Mapping)
         check_types(self, what, decision_log=(str, NONE), trace=(str, NONE))
+        for key in ("decision_log", "trace"):
+            name = getattr(self, key)
+            if name is not None and (not name or "\0" in name):
+                why = f"{key} {name!r} names no file; leave it out for none"
+                raise ConfigError(why, setting=key)
         set_field(self, "compression", as_rules(self.compression))
         check_types(self, what, block_tokens=int, threads=int, history=int, verify_host=bool)
         check_types(self, what, metrics=bool, metrics_port=(int, NONE))

@@ -21,6 +21,7 @@ MOST_BLOCKS: Final = 1 << 20
 """Most blocks of a request; a short line that claims more is no request but an attack on memory."""
 
 _MOST_TOKENS: Final = 1 << 53
+_MOST_BYTES: Final = 1 << 30  # of a block: as many blocks as a tier may have still have a size
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +84,19 @@ class TraceHeader:
 
     Attributes:
         block_tokens: Tokens of a full block.
-        bytes_per_token: Bytes of KV of one token, as stored raw.
+        bytes_per_token: Bytes of KV of one token, as stored raw; 0: it does not tell, as where a
+            model keeps nothing but states.
         origin: Where it comes from, in words.
     """
 
     block_tokens: int
     bytes_per_token: int = BYTES_PER_TOKEN
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        tokens, nbytes = self.block_tokens, self.bytes_per_token
+        if tokens < 1 or nbytes < 0 or max(tokens, tokens * nbytes) > _MOST_BYTES:
+            raise ValueError(f"no block has {tokens} tokens of {nbytes} bytes each")
 
 
 class Trace:

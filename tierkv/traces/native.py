@@ -9,20 +9,18 @@ from its own beginning (``epoch`` is the wall clock of that moment), and ids of 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from array import array
 from base64 import b64decode, b64encode
 from collections import OrderedDict
-from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zstandard
 
 from tierkv.errors import TraceError
+from tierkv.outputs import replacing
 from tierkv.traces.events import Trace, TraceHeader, TraceRequest
 from tierkv.traces.lines import read_json, wrong_as
 
@@ -144,7 +142,7 @@ def write_trace(path: str, trace: Trace) -> int:
     """
     deltas, count = Deltas(), 0
     try:
-        with _in_place_of(path) as file:
+        with replacing(Path(path)) as file:
             compressor = zstandard.ZstdCompressor(level=10).compressobj()
 
             def put(data: bytes) -> None:
@@ -165,25 +163,6 @@ def write_trace(path: str, trace: Trace) -> int:
     except OSError as error:
         raise TraceError(path, 0, f"cannot be written: {error.strerror or error}") from error
     return count
-
-
-@contextmanager
-def _in_place_of(path: str) -> Iterator[BinaryIO]:
-    """A file that takes the place of another one when it is complete."""
-    target = Path(path)
-    if target.exists() and not target.is_file():  # a pipe, a device: there is nothing to keep
-        with target.open("wb") as file:
-            yield file
-        return
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 # --------------------------------------------------------------------------- reading

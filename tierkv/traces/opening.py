@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.errors import TraceError
 from tierkv.traces import azure, chatlog, magagent, mooncake, weka
 from tierkv.traces.events import BYTES_PER_TOKEN, Trace, TraceHeader
-from tierkv.traces.lines import first_line
+from tierkv.traces.lines import first_line, wrong_as
 from tierkv.traces.native import MARK, read_native
 
 if TYPE_CHECKING:
@@ -62,9 +63,14 @@ def open_trace(
     form = _detect(name) if form is None else form
     if form not in FORMATS:
         raise TraceError(name, 0, f"no such format: {form!r} (one of {', '.join(FORMATS)})")
+    if bytes_per_token < 1:
+        raise TraceError(name, 0, f"a token cannot have {bytes_per_token} bytes")
     if form == "tierkv":
         trace = read_native(name)
         _fits(name, form, block_tokens, trace.header.block_tokens)
+        if not trace.header.bytes_per_token:
+            with wrong_as(name, 0, "a trace of such blocks"):
+                trace.header = replace(trace.header, bytes_per_token=bytes_per_token)
         return trace
     read: Callable[[], Iterator[TraceRequest]]
     if form == "azure":
@@ -84,7 +90,9 @@ def open_trace(
         size, reader = fixed[form]
         _fits(name, form, block_tokens, size)
         read = partial(reader, name)
-    return Trace(TraceHeader(size, bytes_per_token, f"{_ORIGINS[form]}: {name}"), read)
+    with wrong_as(name, 0, "a trace of such blocks"):
+        header = TraceHeader(size, bytes_per_token, f"{_ORIGINS[form]}: {name}")
+    return Trace(header, read)
 
 
 def _fits(path: str, form: str, wanted: int | None, size: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tierkv.errors import ConfigError, MissingDependencyError
+from tierkv.outputs import put
 
 if TYPE_CHECKING:
     from tierkv.tuning.sweeping import Sweep
@@ -26,10 +29,10 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     if os.path.splitext(path)[1].lower() not in _FORMS:
         raise ConfigError(f"{os.fspath(path)!r}: a picture ends in {', '.join(_FORMS)}")
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            "pictures need matplotlib: pip install -c constraints.txt -e '.[tune]'"
+            "a picture needs matplotlib: pip install -c constraints.txt -e '.[tune]'"
         ) from error
 
 
@@ -39,7 +42,8 @@ def plot(sweep: Sweep, path: str | os.PathLike[str], title: str = "") -> None:
     Sweeps of several slower tiers get a line for each set of their sizes.
 
     Raises:
-        ConfigError: as :func:`check_picture`, or if there is nothing to draw.
+        ConfigError: as :func:`check_picture`, or if there is nothing to draw, or the file cannot
+            be written.
         MissingDependencyError: if matplotlib is not installed.
     """
     check_picture(path)
@@ -63,4 +67,6 @@ def plot(sweep: Sweep, path: str | os.PathLike[str], title: str = "") -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    out = BytesIO()
+    figure.savefig(out, format=os.path.splitext(path)[1][1:].lower())
+    put(Path(path), out.getvalue())

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from tierkv.replay import Report
     from tierkv.tuning.searching import Tuned
 
-__all__ = ["FIRST_WORDS", "settings_text"]
+__all__ = ["FIRST_WORDS", "ON_DISK", "settings_text"]
 
 FIRST_WORDS = "# Found by `tierkv tune`"
 
-_ON_DISK = ("nvme", "file")
+ON_DISK = ("nvme", "file")
+"""Tiers that have a path."""
 
 
 def settings_text(tuned: Tuned, *, path: str, unlimited: int, origin: str = "") -> str:
@@ -31,8 +32,8 @@ def settings_text(tuned: Tuned, *, path: str, unlimited: int, origin: str = "") 
     lines = [
         f"{FIRST_WORDS} in {tuned.trials} trials, objective {tuned.objective}.",
         *(
-            [f"# Trace: {' '.join(origin.split())}"] if origin else []
-        ),  # a comment ends with its line
+            [f"# Trace: {_printable(origin)}"] if origin else []
+        ),  # a comment ends with its line, and holds nothing that cannot be seen
         *_compared("on the first half, which was searched", tuned.train),
         *_compared("on the second half, which was not", tuned.held_out),
         "",
@@ -52,7 +53,7 @@ def settings_text(tuned: Tuned, *, path: str, unlimited: int, origin: str = "") 
         lines.append(f"capacity = {size}  # {format_bytes(size)}")
         if value is None:
             lines[-1] += ": as much as the trace has; the replay set no limit"
-        if name in _ON_DISK:
+        if name in ON_DISK:
             lines.append(f"path = {_text(path)}")
         lines.append(f"admission = {_text(admission)}")
         lines.append(f"write_through = {json.dumps(setup.write_through)}")
@@ -70,5 +71,10 @@ def _compared(where: str, pair: tuple[Report, Report]) -> list[str]:
     ]
 
 
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
 def _text(value: str) -> str:
-    return json.dumps(value)  # a JSON string of printable text is one of TOML
+    # a JSON string is one of TOML, but for half a character and DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -14,16 +14,14 @@ from tierkv.errors import CodecError
 from tierkv.layout import Group, GroupKind, Layer, Layout, Space
 from tierkv.pipeline import PartLabel, Pipeline, deliver, open_frame
 from tierkv.views import dense, over
+from tierkv_adapters.hf.report.choices import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.chains import Chain, Chains
 
-__all__ = ["BLOCK", "Coded", "Speed", "code", "speed"]
-
-BLOCK = 64
-"""Tokens of a block, tierkv's default."""
+__all__ = ["Coded", "Speed", "code", "speed"]
 
 _ENOUGH = 0.2  # seconds of processor time for one measurement
 _REPEATS = 5

@@ -1,4 +1,7 @@
-"""The command line of the report."""
+"""The command line of the report.
+
+What it needs beyond the core is imported when it runs, so that its help can be read without.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,28 @@ import json
 from pathlib import Path  # noqa: TC003 - typer reads the annotations when it runs
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tierkv.chains import parse_chains
+from tierkv import registry
 from tierkv.errors import ConfigError
-from tierkv_adapters.hf.demo.loading import find_model, load_model
-from tierkv_adapters.hf.probe import check_supported
-from tierkv_adapters.hf.report.allocation import allocate
-from tierkv_adapters.hf.report.coding import BLOCK
-from tierkv_adapters.hf.report.fidelity import Subject, default_text
-from tierkv_adapters.hf.report.rows import (
-    CHAINS,
-    Row,
-    check_plot,
-    listed,
-    measure,
-    plot,
-    recommend,
-)
+from tierkv.outputs import check_output, put
+from tierkv_adapters.hf.models import DEMO_EXTRA
+from tierkv_adapters.hf.report.choices import BLOCK, CHAINS, Wanted, listed
+from tierkv_adapters.hf.report.picture import picture
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from rich.status import Status
+    from tierkv_adapters.hf.report.rows import Row
 
-__all__ = ["codec_report", "subject_of"]
+__all__ = ["codec_report"]
 
 SCHEMA_VERSION: Final = 1
 _DEMO: Final = "smollm2"
+_DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 def codec_report(
@@ -72,58 +65,20 @@ def codec_report(
     """
     names = _chains(chains)
     if plot_file is not None:
-        check_plot(plot_file)
-    lossless = {name: parse_chains(name).lossless for name in names}  # wrong names fail at once
-    kind = {"bfloat16", "float16", "float32"}
-    if dtype not in kind:
-        raise ConfigError(f"--dtype {dtype!r} is none of {', '.join(sorted(kind))}")
-    log = Console(stderr=True)
-    subject = subject_of(_DEMO if model == "demo" else model, text, prefix, scored)
-    kv = [tuple(t.to(getattr(torch, dtype)) for t in pair) for pair in subject.kv]
-    pairs = [(k, v) for k, v in kv]
-    rows: list[Row] = []
-    with log.status("measuring") as status:
-        for number, name in enumerate(names, 1):
-            _tell(log, status, f"{number} of {len(names)}: {name}")
-            rows.append(measure(pairs, name, subject=subject))
-            if not lossless[name]:
-                rows.append(measure(pairs, name, subject=subject, exact_first=1, timed=False))
-        if allocation:
-            _tell(log, status, "looking for a chain for each layer and tensor")
-            found = allocate(pairs, subject, kl_bound)
-            rows += [] if found is None else [found]
-    best = recommend(rows, kl_bound)
-    if plot_file is not None:
-        plot(rows, model, plot_file)
+        _check_plot(plot_file)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+    run: Callable[..., tuple[list[Row], Row | None]] = registry.load(
+        "tierkv_adapters.hf.report.running:run", what="tierkv codec-report", hint=DEMO_EXTRA
+    )
+    wanted = Wanted(_DEMO if model == "demo" else model, text, prefix, scored, dtype)
+    rows, best = run(wanted, names, kl_bound, allocation=allocation)
     if as_json:
         print(json.dumps(_document(model, rows, best, kl_bound), indent=2))
-        return
-    _show(Console(), model, rows, best, kl_bound)
-
-
-def _tell(log: Console, status: Status, what: str) -> None:
-    status.update(what)
-    if not log.is_terminal:  # where no line can move, each step has one
-        log.print(what)
-
-
-def subject_of(model: str, text: Path | None, prefix: int, scored: int) -> Subject:
-    """A model and a text to judge chains by.
-
-    Raises:
-        ConfigError: if the model cannot be loaded, or the text is too short.
-    """
-    live, tokenizer = load_model(find_model(model))
-    check_supported(live)
-    source = default_text() if text is None else _text(text)
-    # four characters a token and more: no tokenizer has to read all of a long text
-    ids = tokenizer(source[: 16 * (prefix + scored)])["input_ids"][: prefix + scored]
-    if len(ids) < prefix + scored:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, {prefix + scored} are needed: give a longer --text, "
-            "or smaller --prefix and --scored"
-        )
-    return Subject(live, ids, prefix)
+    else:
+        _show(Console(), model, rows, best, kl_bound)
+    if plot_file is not None:
+        put(plot_file, picture(rows, model, plot_file.suffix[1:].lower()))
 
 
 def _chains(text: str) -> list[str]:
@@ -139,13 +94,11 @@ def _chains(text: str) -> list[str]:
     return names
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--text {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {path} is no text in UTF-8") from error
+def _check_plot(path: Path) -> None:
+    from tierkv.tuning.plotting import check_picture  # imported here: it brings all of the search
+
+    check_output("--plot", path)
+    check_picture(path)
 
 
 def _document(model: str, rows: Sequence[Row], best: Row | None, bound: float) -> dict[str, Any]:

@@ -27,15 +27,15 @@ import typer
 import tierkv
 from tierkv import config as configuration
 from tierkv import jit, registry
+from tierkv.cli.printing import print_json
 from tierkv.errors import ConfigError, MissingDependencyError, TierKVError, TraceError
 from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["COMMANDS", "LazyCommand", "app", "main"]
 
-SCHEMA_VERSION: Final = 1
 _log: Final = logging.getLogger("tierkv.cli")
 _SIGPIPE: Final = 141  # what a shell reports of a program that the signal has ended
 _SECRET: Final = re.compile(r"pass(word|phrase)?|secret|token|credential|(^|_)key", re.IGNORECASE)
@@ -73,25 +73,25 @@ COMMANDS: Final = (
     ),
     LazyCommand(
         "replay",
-        "tierkv.cli_traces:replay_command",
+        "tierkv.cli.replays:replay_command",
         "Run a workload trace through the decisions, offline.",
         "reinstall the package with its dependencies: pip install -e .",
     ),
     LazyCommand(
         "sweep",
-        "tierkv.cli_tuning:sweep_command",
+        "tierkv.cli.tuning:sweep_command",
         "Replay a workload trace at many sizes; find the cheapest.",
         "reinstall the package with its dependencies: pip install -e .",
     ),
     LazyCommand(
         "tune",
-        "tierkv.cli_tuning:tune_command",
+        "tierkv.cli.tuning:tune_command",
         "Search for better settings on a workload trace.",
         "pip install -c constraints.txt -e '.[tune]'",
     ),
     LazyCommand(
         "trace",
-        "tierkv.cli_traces:trace_app",
+        "tierkv.cli.traces:trace_app",
         "Look at, record and convert workload traces.",
         "reinstall the package with its dependencies: pip install -e .",
     ),
@@ -180,22 +180,38 @@ def _options(
 
 @app.command("version")
 def _version(as_json: _Json = False) -> None:
-    """Print versions and the plug-ins that are known here; imports none of them."""
+    """Print versions and the plug-ins that are known here, without importing any.
+
+    Told as well is which of them can do nothing, because what they are for is not installed.
+    """
     facts: dict[str, Any] = {
         "tierkv": tierkv.__version__,
         "python": platform.python_version(),
         "torch": _installed("torch"),
         "machine_code": jit.host() is not None,
-        "plugins": {kind: registry.names(kind) for kind in get_args(registry.Kind)},
+        "plugins": (plugins := {kind: registry.names(kind) for kind in get_args(registry.Kind)}),
+        "not_installed": _not_installed(plugins),
     }
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     for name in ("tierkv", "python", "torch"):
         print(f"{name:12} {facts[name] or 'not installed'}")
     print("machine code", "on" if facts["machine_code"] else "off (it comes with the extra 'fast')")
-    for kind, names in facts["plugins"].items():
-        print(f"{kind:12} {' '.join(names) or '-'}")
+    for kind, names in plugins.items():
+        lacking = facts["not_installed"].get(kind, {})
+        told = [f"{n} ({lacking[n]} is not installed)" if n in lacking else n for n in names]
+        print(f"{kind:12} {' '.join(told) or '-'}")
+
+
+def _not_installed(plugins: Mapping[registry.Kind, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Per kind, each plug-in that cannot be used here, and the library that it is for."""
+    pairs = [(k, n, registry.lacks(k, n)) for k, names in plugins.items() for n in names]
+    found: dict[str, dict[str, str]] = {}
+    for kind, name, library in pairs:
+        if library is not None:
+            found.setdefault(kind, {})[name] = library
+    return found
 
 
 @_config_app.command("show")
@@ -209,16 +225,21 @@ def _config_show(
     What an engine could not be opened with is an error here too; nothing is opened.
     """
     config, origins = configuration.load_config(file)
-    _check_as_open_does(config)
-    plain = _masked(configuration.to_plain(config))
+    try:
+        _check_as_open_does(config)
+    except ConfigError as error:
+        raise ConfigError(f"{file or 'configuration'}: {error}") from error
+    plain = _masked(configuration.to_plain(config, unset=True))
     if as_json:
-        _print_json({"config": plain} | ({"sources": origins} if sources else {}))
+        print_json({"config": plain} | ({"sources": origins} if sources else {}))
         return
     for name, value in _rows(plain):
         origin = _origin(name, origins)
-        print(f"{name} = {json.dumps(value)}" + (f"  # {origin}" if sources else ""))
+        shown = f"{name} is unset" if value is None else f"{name} = {json.dumps(value)}"
+        print(shown + (f"  # {origin}" if sources else ""))
     total = format_bytes(sum(tier.capacity_bytes for tier in config.tiers))
-    print(f"# {len(config.tiers)} tiers, {total} together, for each process", file=sys.stderr)
+    count = "1 tier" if len(config.tiers) == 1 else f"{len(config.tiers)} tiers"
+    print(f"# {count}, {total} together, for each process", file=sys.stderr)
 
 
 def _check_as_open_does(config: configuration.EngineConfig) -> None:
@@ -254,10 +275,6 @@ def _masked(value: Any) -> Any:
             for name, item in value.items()
         }
     return [_masked(item) for item in value] if isinstance(value, list) else value
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    print(json.dumps({"schema_version": SCHEMA_VERSION} | result, indent=2))
 
 
 def _installed(distribution: str) -> str | None:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from tierkv.cli.options import (
+    DEFAULT_BYTES,
+    Bandwidth,
+    BlockTokens,
+    BytesPerToken,
+    File,
+    Format,
+    Json,
+    Prefill,
+    cost_model,
+    opened,
+    policies_of,
+)
+from tierkv.cli.printing import print_json
+from tierkv.config import Tier
 from tierkv.errors import ConfigError
-from tierkv.registry import factory, names
-from tierkv.replay import CostModel, Setup
-from tierkv.traces import BYTES_PER_TOKEN, FORMATS, open_trace
+from tierkv.outputs import check_output, put
+from tierkv.registry import names
+from tierkv.replay import Setup
 from tierkv.tuning import (
     OBJECTIVES,
     PRICES,
@@ -30,7 +43,7 @@ from tierkv.tuning import (
     tune,
 )
 from tierkv.tuning.plotting import check_picture, plot
-from tierkv.tuning.writing import FIRST_WORDS
+from tierkv.tuning.writing import FIRST_WORDS, ON_DISK
 from tierkv.units import format_bytes, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -40,20 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["sweep_command", "tune_command"]
 
-SCHEMA_VERSION: Final = 1
 _ENDLESS: Final = ("inf", "unlimited")
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Form = Annotated[
-    str | None, typer.Option("--format", help=f"Format ({', '.join(FORMATS)}) if not told by FILE.")
-]
-_Block = Annotated[
-    int | None, typer.Option("--block-tokens", help="Tokens a block, for azure and weka traces.")
-]
-_PerToken = Annotated[
-    str, typer.Option("--bytes-per-token", help="Bytes of KV a token, if FILE does not tell.")
-]
-_File = Annotated[Path, typer.Argument(help="Trace file of any known format.", show_default=False)]
 _Price = Annotated[
     list[str] | None,
     typer.Option(
@@ -61,8 +62,6 @@ _Price = Annotated[
         + ", ".join(f"{name}={price:g}" for name, price in PRICES.items())
     ),
 ]
-_Bandwidth = Annotated[str, typer.Option(help="Bytes a second out of slower tiers.")]
-_Prefill = Annotated[float, typer.Option(help="Tokens a second that are computed.")]
 
 
 def _prices(texts: list[str] | None, tiers: Collection[str]) -> dict[str, float]:
@@ -73,19 +72,15 @@ def _prices(texts: list[str] | None, tiers: Collection[str]) -> dict[str, float]
             prices[name] = float(value)
         except ValueError:
             sign = ""
-        if not sign or not name or not prices[name] >= 0:
+        if not sign or not name or not 0 <= prices[name] < inf:
             raise ConfigError(f"--price {text!r}: want NAME=COST of a GiB, e.g. host=4")
         if name not in tiers and name not in PRICES:
             raise ConfigError(f"--price {text!r}: there is no such --tier ({', '.join(tiers)})")
+    for name in tiers:
+        if name not in prices:
+            known = ", ".join(prices)
+            raise ConfigError(f"--tier {name}: none of {known}; another needs --price {name}=COST")
     return prices
-
-
-def _policies(text: str) -> list[str]:
-    """Names of policies, each once; refused here, and not after the first of many replays."""
-    found = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in found:
-        factory("policies", name)
-    return found
 
 
 def _sizes(texts: list[str], what: str) -> dict[str, list[int | None]]:
@@ -96,13 +91,21 @@ def _sizes(texts: list[str], what: str) -> dict[str, list[int | None]]:
         if not name or not sizes or name in found:
             raise ConfigError(f"{what} {text!r}: want NAME=SIZE, each tier once, e.g. host=8GiB")
         parts = [part.strip() for part in sizes.split(",")]
-        each = [None if part in _ENDLESS else parse_bytes(part) for part in parts]
+        what_of = f"{what} {name}"
+        each = [None if part in _ENDLESS else parse_bytes(part, of=what_of) for part in parts]
         found[name] = list(dict.fromkeys(each))
     return found
 
 
-def _model(bandwidth: str, prefill: float) -> CostModel:
-    return CostModel(bandwidth=float(parse_bytes(bandwidth)), prefill=prefill)
+def _loaded(trace: Trace, sizes: Mapping[str, Sequence[int | None]]) -> Trace:
+    """The trace in memory, once each tier is known to hold a block of it, or to be none at all."""
+    block = trace.header.block_tokens * trace.header.bytes_per_token
+    for name, values in sizes.items():
+        for size in values:
+            if size is not None and 0 < size < block:
+                why = f"{format_bytes(size)} hold no block of this trace: one takes"
+                raise ConfigError(f"--tier {name}: {why} {format_bytes(block)}")
+    return trace.loaded()
 
 
 @contextmanager
@@ -127,19 +130,9 @@ def _progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int | None, 
         yield told
 
 
-def _check_target(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before anything is computed for it."""
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option}: there is no directory {str(path.parent)!r}")
-    if path.is_dir():
-        raise ConfigError(f"{option}: {str(path)!r} is a directory; name a file")
-
-
 def _check_targets(csv: Path | None, picture: Path | None) -> None:
-    _check_target("--csv", csv)
-    _check_target("--plot", picture)
+    check_output("--csv", csv)
+    check_output("--plot", picture)
     if picture is not None:
         check_picture(picture)
 
@@ -156,23 +149,11 @@ def _check_replaceable(out: Path) -> None:
         )
 
 
-def _write(path: Path, text: str) -> None:
-    """Put a file in place as a whole, or leave what was there."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
-
-
 # --------------------------------------------------------------------------- sweep
 
 
 def sweep_command(
-    file: _File,
+    file: File,
     tier: Annotated[
         list[str],
         typer.Option(help="Sizes of a tier, e.g. host=1GiB,4GiB,16GiB; fastest first; 0: none."),
@@ -190,12 +171,12 @@ def sweep_command(
         float, typer.Option(help="Find the cheapest that saves so many seconds of prefill.", min=0)
     ] = 0.0,
     price: _Price = None,
-    bandwidth: _Bandwidth = "5GB",
-    prefill: _Prefill = 40_000.0,
-    form: _Form = None,
-    block_tokens: _Block = None,
-    bytes_per_token: _PerToken = str(BYTES_PER_TOKEN),
-    as_json: _Json = False,
+    bandwidth: Bandwidth = "5GB",
+    prefill: Prefill = 40_000.0,
+    form: Format = None,
+    block_tokens: BlockTokens = None,
+    bytes_per_token: BytesPerToken = DEFAULT_BYTES,
+    as_json: Json = False,
 ) -> None:
     """Replay a trace at many sizes: miss-ratio curves, and the cheapest size that is enough.
 
@@ -203,28 +184,28 @@ def sweep_command(
     it early: what was found is written, and the exit code is 130.
     """
     _check_targets(csv, picture)
-    policies = _policies(policy)
+    policies = policies_of(policy)
     tiers = _sizes(tier, "--tier")
     prices = _prices(price, tiers)
     grid = _grid(tiers)
-    trace = _opened(file, form, block_tokens, bytes_per_token)
+    trace = _loaded(opened(file, form, block_tokens, bytes_per_token), tiers)
     with _progress("replaying", quiet=as_json) as told:
         found = sweep(
             trace,
             grid,
             policies=policies,
-            base=Setup(capacity_blocks=1, model=_model(bandwidth, prefill)),
+            base=Setup(capacity_blocks=1, model=cost_model(bandwidth, prefill)),
             sample=sample,
             prices=prices,
             progress=lambda done, total: told(done, total, ""),
         )
     if csv is not None:
-        _write(csv, found.csv())
-    if picture is not None:
-        plot(found, picture, trace.header.origin)
+        put(csv, found.csv().encode())
     wanted = reach_hit > 0 or save_seconds > 0
     best = found.cheapest(hit=reach_hit, saved_s=save_seconds) if wanted else None
     _print_sweep(found, None if best is None else str(best), wanted=wanted, as_json=as_json)
+    if picture is not None:
+        plot(found, picture, trace.header.origin)
     if found.interrupted:
         raise typer.Exit(130)
     if wanted and best is None:
@@ -241,15 +222,9 @@ def _grid(tiers: dict[str, list[int | None]]) -> list[dict[str, int]]:
     return grid
 
 
-def _opened(file: Path, form: str | None, block: int | None, per_token: str) -> Trace:
-    size = parse_bytes(per_token)
-    return open_trace(file, form=form, block_tokens=block, bytes_per_token=size).loaded()
-
-
 def _print_sweep(found: Sweep, best: str | None, *, wanted: bool, as_json: bool) -> None:
     if as_json:
-        result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "rows": found.to_plain()}
-        print(json.dumps(result | ({"cheapest": best} if wanted else {}), indent=2))
+        print_json({"rows": found.to_plain()} | ({"cheapest": best} if wanted else {}))
         return
     print(f"{'policy':12} {'tiers':36} {'token hits':>10} {'+-':>7} {'saved s':>10} {'cost':>10}")
     for point in found.points:
@@ -266,7 +241,7 @@ def _print_sweep(found: Sweep, best: str | None, *, wanted: bool, as_json: bool)
 
 
 def tune_command(
-    file: _File,
+    file: File,
     tier: Annotated[
         list[str],
         typer.Option(help="Size of a tier, e.g. host=8GiB; fastest first; inf: never full."),
@@ -285,56 +260,59 @@ def tune_command(
         str | None, typer.Option(help="Eviction policies to choose from, with commas.")
     ] = None,
     price: _Price = None,
-    bandwidth: _Bandwidth = "5GB",
-    prefill: _Prefill = 40_000.0,
-    form: _Form = None,
-    block_tokens: _Block = None,
-    bytes_per_token: _PerToken = str(BYTES_PER_TOKEN),
-    as_json: _Json = False,
+    bandwidth: Bandwidth = "5GB",
+    prefill: Prefill = 40_000.0,
+    form: Format = None,
+    block_tokens: BlockTokens = None,
+    bytes_per_token: BytesPerToken = DEFAULT_BYTES,
+    as_json: Json = False,
 ) -> None:
     """Search for better settings on the first half of a trace, and judge them on the second.
 
     Ctrl-C ends the search early: what was found is kept, and the exit code is 130.
     """
     sizes = _sizes(tier, "--tier")
-    if any(len(values) != 1 for values in sizes.values()):
-        raise ConfigError("--tier: one size a tier; tierkv sweep compares sizes")
-    _check_tiers(sizes)
+    _check_tiers(sizes, path)
     prices = _prices(price, sizes)
-    _check_target("--out", out)
+    check_output("--out", out)
     _check_replaceable(out)
-    _check_target("--study", study)
-    choices = Choices() if policy is None else Choices(policies=tuple(_policies(policy)))
-    trace = _opened(file, form, block_tokens, bytes_per_token)
-    given = {name: values[0] for name, values in sizes.items()}
+    check_output("--study", study)
+    choices = Choices() if policy is None else Choices(policies=tuple(policies_of(policy)))
+    seconds = parse_duration(budget, of="--budget")
+    trace = _loaded(opened(file, form, block_tokens, bytes_per_token), sizes)
+    given = shipped({name: each[0] for name, each in sizes.items()}, cost_model(bandwidth, prefill))
     with _progress("searching", quiet=as_json) as told:
         tuned = tune(
             trace,
-            shipped(given, _model(bandwidth, prefill)),
+            given,
             objective=objective,
             choices=choices,
-            seconds=parse_duration(budget),
+            seconds=seconds,
             trials=trials,
             study=study,
             prices=prices,
             on_end=partial(print, "judging what was found ...", file=sys.stderr),
             on_trial=lambda done, best: told(done, trials, f", best {best:.5g}"),
         )
-    unlimited, origin = _bytes_of(trace), trace.header.origin
-    _write(out, settings_text(tuned, path=path, unlimited=unlimited, origin=origin))
+    origin = trace.header.origin
+    put(out, settings_text(tuned, path=path, unlimited=_bytes_of(trace), origin=origin).encode())
     _print_tuned(tuned, out, as_json=as_json)
     if tuned.interrupted:
         raise typer.Exit(130)
 
 
-def _check_tiers(sizes: Mapping[str, Sequence[int | None]]) -> None:
+def _check_tiers(sizes: Mapping[str, Sequence[int | None]], path: str) -> None:
     """Refuse tiers that no engine could open with the settings that come out."""
     known = names("backends")
     for name, values in sizes.items():
         if name not in known:
             raise ConfigError(f"--tier {name}: a tier is one of {', '.join(known)}")
+        if len(values) != 1:
+            raise ConfigError(f"--tier {name}: one size a tier; tierkv sweep compares sizes")
         if 0 in values:
             raise ConfigError(f"--tier {name}: a tier needs bytes; leave it out instead")
+        if name in ON_DISK:
+            Tier(name, "1GiB", path=path)  # refuses what is no path
 
 
 def _bytes_of(trace: Trace) -> int:
@@ -347,7 +325,6 @@ def _print_tuned(tuned: Tuned, out: Path, *, as_json: bool) -> None:
     if as_json:
         pairs = {"train": tuned.train, "held_out": tuned.held_out}
         result = {
-            "schema_version": SCHEMA_VERSION,
             "objective": tuned.objective,
             "trials": tuned.trials,
             "settings": asdict(tuned.setup),
@@ -355,7 +332,7 @@ def _print_tuned(tuned: Tuned, out: Path, *, as_json: bool) -> None:
             "interrupted": tuned.interrupted,
             "file": str(out),
         } | {k: {"shipped": a.to_plain(), "tuned": b.to_plain()} for k, (a, b) in pairs.items()}
-        print(json.dumps(result, indent=2))
+        print_json(result)
         return
     print(f"{tuned.trials} trials, objective {tuned.objective}; settings: {out}")
     print(
