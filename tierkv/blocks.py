@@ -14,6 +14,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, NewType
 
 from tierkv.errors import LayoutError
@@ -208,8 +209,22 @@ class Media:
     digest: bytes
 
     def __post_init__(self) -> None:
-        if self.position < 0:
-            raise LayoutError(f"media stand at a token index, not at {self.position}")
+        try:
+            position = index(self.position)
+        except TypeError:
+            position = -1
+        if position < 0:
+            raise LayoutError(f"media stand at a token index, not at {self.position!r:.80}")
+        object.__setattr__(self, "position", position)  # a plain one, whatever numpy gave
+        if not isinstance(self.digest, bytes):
+            raise LayoutError(f"the digest of media is bytes, not {self.digest!r:.80}")
+
+
+def _in_order(media: Sequence[Media]) -> tuple[Media, ...]:
+    given: object = media
+    if not isinstance(given, Sequence) or not all(isinstance(each, Media) for each in given):
+        raise LayoutError(f"media are a sequence of tierkv.Media, not {media!r:.80}")
+    return tuple(sorted(media, key=lambda m: (m.position, m.digest)))
 
 
 _BLOCK_TAG = encode_fields("tierkv.block")
@@ -221,9 +236,12 @@ def _block_key(parent: bytes, tokens: bytes, media: bytes) -> BlockKey:
     return BlockKey(hashlib.sha256(head + tokens + media).digest())
 
 
-def tail_key(parent: BlockKey, owner: str, tokens: bytes) -> BlockKey:
-    """Key of the private partial block that session ``owner`` keeps behind ``parent``."""
-    fields = encode_fields("tierkv.tail", parent, owner, tokens)
+def tail_key(parent: BlockKey, owner: str, tokens: bytes, media: bytes = b"") -> BlockKey:
+    """Key of the private partial block that session ``owner`` keeps behind ``parent``.
+
+    ``media`` is what :meth:`KeyChain.media_in` says of it.
+    """
+    fields = encode_fields("tierkv.tail", parent, owner, tokens, *([media] if media else []))
     return BlockKey(hashlib.sha256(fields).digest())
 
 
@@ -237,9 +255,11 @@ def as_token_ids(token_ids: object) -> Sequence[int]:
         LayoutError: if it has no order (a set, a generator), more than one axis, or holds no
             integers; text and bytes are no token ids.
     """
+    if isinstance(token_ids, list | tuple | array | range):
+        return token_ids
     if isinstance(token_ids, Sequence):
         if not isinstance(token_ids, str | bytes | bytearray | memoryview):
-            return token_ids
+            return list(token_ids)  # not every sequence (a deque) can be sliced
     elif hasattr(token_ids, "tolist") and hasattr(token_ids, "shape"):
         vector: Any = token_ids
         if len(vector.shape) != 1 or "int" not in str(vector.dtype):
@@ -247,7 +267,10 @@ def as_token_ids(token_ids: object) -> Sequence[int]:
                 "token ids are one vector of integers, e.g. input_ids[0]; this one has shape "
                 f"{tuple(vector.shape)} and dtype {vector.dtype}"
             )
-        ids: Sequence[int] = vector.tolist()
+        try:
+            ids: Sequence[int] = vector.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # without elements, or a sparse one
+            raise LayoutError(f"these token ids cannot be read: {error!s:.200}") from error
         return ids
     raise LayoutError(
         f"token ids are a sequence of integers, e.g. a list, not {type(token_ids).__name__}"
@@ -315,7 +338,7 @@ class KeyChain:
         token_ids = as_token_ids(token_ids)
         shared = self.common_tokens(token_ids)
         fresh = _pack_tokens(token_ids[shared:])
-        media = tuple(sorted(media, key=lambda m: (m.position, m.digest)))
+        media = _in_order(media)
         if media != self._media:
             first = min(
                 (m.position for m in set(media) ^ set(self._media)), default=len(self.tokens)
@@ -342,18 +365,18 @@ class KeyChain:
         # as :func:`_block_key` for a block without media; this runs once a block of every prompt
         head, lengths = _BLOCK_TAG, struct.pack("<QQ", width, 0)
         sha256, append = hashlib.sha256, self.keys.append
-        for index, at in zip(range(first, count), range(0, len(raw), width), strict=True):
-            if index in where:
-                parent = _block_key(parent, raw[at : at + width], self._media_of(index))
+        for block, at in zip(range(first, count), range(0, len(raw), width), strict=True):
+            if block in where:
+                media = self.media_in(block * size, (block + 1) * size)
+                parent = _block_key(parent, raw[at : at + width], media)
             else:
                 parent = BlockKey(sha256(head + parent + lengths + raw[at : at + width]).digest())
             append(parent)
 
-    def _media_of(self, index: int) -> bytes:
-        """What a block's key says of the media in it."""
-        start, size = index * self.block_tokens, self.block_tokens
+    def media_in(self, start: int, stop: int) -> bytes:
+        """What the key of the tokens from ``start`` to ``stop`` says of the media among them."""
         inside = ((m.position - start, m.digest) for m in self._media)
-        return encode_fields(*(each for each in inside if 0 <= each[0] < size))
+        return encode_fields(*(each for each in inside if 0 <= each[0] < stop - start))
 
     def fork(self) -> KeyChain:
         """Return an independent copy."""

@@ -131,6 +131,7 @@ class Engine(Keeping):
             raise ConfigError("prefetch needs session= or tokens=")
         if self.core.closed:
             raise ClosedError("the engine is closed")
+        self.workers.home.refuse_elsewhere()
         space = self._space(space)
         # a probe: it makes no session and renews none
         state = self._sessions.get(space, tenant, session) if session is not None else None
@@ -218,6 +219,7 @@ class Engine(Keeping):
             BackendError: if a durable tier refuses to sync.
         """
         core = self.core
+        self.workers.home.refuse_elsewhere()
         wanted = {part: None async for part in sliced(core.decisions.known()) if self._has(part)}
         for state in self._sessions:
             async for part in sliced(state.wanted(core)):
@@ -237,6 +239,7 @@ class Engine(Keeping):
             How many copies were forgotten.
         """
         core = self.core
+        self.workers.home.refuse_elsewhere()
         core.resets += 1
         for state in self._sessions:
             self._sessions.clear(state)

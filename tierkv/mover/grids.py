@@ -20,12 +20,9 @@ from tierkv.mover.rowgrids import Rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from tierkv.abc import MemoryMap, View
     from tierkv.frame import Section
-
-    Numbers = NDArray[np.int64]
+    from tierkv.jit.copying import Numbers
 
 __all__ = ["Grid", "grid_of", "worthwhile"]
 

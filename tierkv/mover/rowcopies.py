@@ -19,7 +19,8 @@ from tierkv.views import spanning
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tierkv.mover.grids import Grid, Numbers
+    from tierkv.jit.copying import Numbers
+    from tierkv.mover.grids import Grid
     from tierkv.mover.rowgrids import Loose
 
     _Row: TypeAlias = list[int] | Numbers

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
-    from numpy.typing import NDArray
 
     from tierkv.frame import Section
-
-    Numbers = NDArray[np.int64]
+    from tierkv.jit.copying import Numbers
 
 __all__ = ["Loose", "Rows", "Tile"]
 

@@ -41,7 +41,6 @@ class Handle:
         state: The session, shared by all handles on it.
         lossy: Whether lossy copies are welcome.
         quota: Whether the session has a byte quota.
-        lineage: The loads since the match that this handle opened last.
         matches: Its open matches; leaving the handle leaves them.
     """
 
@@ -59,7 +58,8 @@ class Handle:
         self.state = state
         self.lossy = check_fidelity(fidelity) == "lossy"
         self.quota = quota
-        self.lineage: list[Progress] = []
+        self._lineage: list[Progress] = []
+        self._matched = False
         self.matches: set[LeasedPrefix] = set()
         self._table = table
         self._ttl = None if ttl is None else parse_duration(ttl)
@@ -91,9 +91,29 @@ class Handle:
         return self.state.ttl
 
     @property
+    def lineage(self) -> list[Progress]:
+        """The loads since the match that this handle opened last."""
+        return self._lineage
+
+    @lineage.setter
+    def lineage(self, loads: list[Progress]) -> None:
+        self._lineage = self.state.lineage = loads
+        self._matched = True
+
+    @property
+    def behind(self) -> list[Progress]:
+        """The loads behind which this handle's KV was computed, as far as anybody knows.
+
+        Before it opens a match, those of whoever did last in this session: a caller may still hold
+        what was loaded then, and go on with it.
+        """
+        own = self._matched or self._lineage
+        return self._lineage if own else self.state.lineage
+
+    @property
     def derived(self) -> str:
         """How KV computed behind this handle's loads differs from exact KV; empty if not."""
-        return next((load.derived for load in self.lineage if load.derived), "")
+        return next((load.derived for load in self.behind if load.derived), "")
 
     @property
     def token_ids(self) -> list[int]:
@@ -105,6 +125,7 @@ class Handle:
             raise ClosedError(f"this handle on session {self.id!r} is open already")
         if self.runtime.core.closed:
             raise ClosedError("the engine is closed")
+        self.runtime.core.workers.home.refuse_elsewhere()
         if not self.lossy:
             self._table.greet_exact(self.state)
         self.state.handles += 1
@@ -228,11 +249,13 @@ class Handle:
         """Wait for the session's turn; nests. Pair with :meth:`end_turn`.
 
         Raises:
-            ClosedError: if the handle is not open, or the engine is closed.
+            ClosedError: if the handle is not open, the engine is closed, or belongs to another
+                event loop or process.
             SessionBusyError: if a turn runs and the engine is set to refuse a second one, or it is
                 this very task that holds it through another handle.
         """
         runtime = self.runtime
+        runtime.core.workers.home.refuse_elsewhere()
         await self.state.turns.begin(
             self, closing=runtime.core.closing, refuse=runtime.busy == "refuse"
         )

@@ -120,6 +120,8 @@ async def load_many(
     asked = _checked(requests, (2, 3), "load_many takes (match, view) or (match, view, start)")
     for match, *_ in asked:
         _of(Match, match, "an open match")
+    if not asked:
+        return []
     firsts = [await match.begin(start[0] if start else None, until) for match, _, *start in asked]
     plans = [
         match.plan(into, first=first)  # no await from here to the load, which keeps the leases

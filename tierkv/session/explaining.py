@@ -12,6 +12,7 @@ from tierkv.decisions.types import Found, FoundPart, MissReason
 from tierkv.layout import GroupKind
 from tierkv.mover.slices import sliced
 from tierkv.pipeline import Pipeline, parse_chains
+from tierkv.session.tails import goes_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,8 +110,8 @@ def _spans(session: SessionState, chain: KeyChain) -> list[_Span]:
     done = len(chain.keys) * size
     if done < len(chain.tokens):
         tail = session.tail
-        ours = tail is not None and tail.tokens == chain.tokens[done:].tobytes()
-        key = tail.key if tail is not None and ours else None
+        whole = tail is not None and len(tail.tokens) // 4 == len(chain.tokens) - done
+        key = tail.key if tail is not None and whole and goes_on(chain, tail) else None
         spans.append(_Span(key, done, len(chain.tokens)))
     return spans
 

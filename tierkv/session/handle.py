@@ -179,7 +179,7 @@ class Session(Handle):
             fidelity="lossy" if self.lossy else "exact",
             quota=self.quota,
         )
-        branch.lineage = list(self.lineage)
+        branch.lineage = list(self.behind)
         return branch
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from tierkv.errors import ClosedError, LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find, tokens_by_tier
 from tierkv.mover.lease import Lease
+from tierkv.mover.load import Progress
 from tierkv.session.tails import with_tail
 from tierkv.session.worth import leading, outline, weigh
 
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from tierkv.mover.layers import LayerLoad
     from tierkv.session.handle import Session
 
-__all__ = ["HASH_INLINE_TOKENS", "NEED_ALL", "LeasedPrefix", "follow", "make_query"]
+__all__ = ["HASH_INLINE_TOKENS", "NEED_ALL", "UNKNOWN", "LeasedPrefix", "follow", "make_query"]
 
 HASH_INLINE_TOKENS = 8192
 """Most new tokens that are hashed on the loop: about a millisecond."""
 NEED_ALL = (GroupKind.FULL, GroupKind.LATENT)
 """Groups of which a prefix needs every block."""
+UNKNOWN = "unknown-prefix"
+"""How KV came about of which nobody told."""
 
 
 def make_query(
@@ -92,8 +95,8 @@ class LeasedPrefix:
         await session.begin_turn()
         try:
             chain, shared = await follow(session, self._ids, self._media)
-            session.lineage = []
-            self._keys, tokens = with_tail(session, chain)
+            session.lineage = self._behind()
+            self._keys, tokens = with_tail(session, chain, self._first)
             query = make_query(session, self._keys, tokens, start=self._first)
             self._take(await find(core, query))
             if core.decisions.costs.speed(session.space.fingerprint):
@@ -141,6 +144,16 @@ class LeasedPrefix:
             return
         if any(core.levels[p.tier].memory is None for p in self._found.parts):
             session.promote(self._keys)
+
+    def _behind(self) -> list[Progress]:
+        """What is known of how the KV came about that is in place already."""
+        session = self._session
+        if not self._first:
+            return []  # there is none: what is not loaded now is computed anew
+        known = next((load for load in session.behind if load.derived), None)
+        if known is None and session.lossy:
+            known = Progress(derived=UNKNOWN)
+        return [] if known is None else [known]
 
     def _take(self, found: Found) -> None:
         self._found = found

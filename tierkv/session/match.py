@@ -12,7 +12,7 @@ from tierkv.layout import GroupKind
 from tierkv.mover.find import find
 from tierkv.mover.layers import LayerLoad
 from tierkv.mover.load import LoadPlan, load
-from tierkv.session.leased import NEED_ALL, LeasedPrefix, make_query
+from tierkv.session.leased import NEED_ALL, UNKNOWN, LeasedPrefix, make_query
 from tierkv.session.worth import behind
 from tierkv.units import parse_duration
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["LoadResult", "Match"]
 
 _REPLANS = 8
-_UNKNOWN = "unknown-prefix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Match(LeasedPrefix):
         found = session.runtime.prefetcher.demanded(behind(found, first), lossy=session.lossy)
         plan = LoadPlan(state.space, state.root, self._keys, found, lease, into, first)
         if first and session.lossy:
-            plan.progress.derived = _UNKNOWN  # nobody tells how the KV before it came about
+            plan.progress.derived = UNKNOWN  # nobody tells how the KV before it came about
         session.lineage.append(plan.progress)
         return plan
 
@@ -129,8 +128,8 @@ class Match(LeasedPrefix):
         to be loaded anew; tokens behind the reported ones may then have been written. Where the
         state of ``start`` itself may have been overwritten, the result is 0 tokens.
 
-        What a session with ``fidelity="lossy"`` stores after a load from a ``start`` on counts as
-        derived: the engine cannot know how the KV before ``start`` came about.
+        What a session with ``fidelity="lossy"`` stores after a match or load from a ``start`` on
+        counts as derived: the engine cannot know how the KV before ``start`` came about.
 
         Cancellation: at most one slice of a copy (32 MiB) is waited for, then the cancellation is
         re-raised; nothing writes into the view after that.

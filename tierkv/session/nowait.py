@@ -33,7 +33,7 @@ class Held:
     The lease is as real as a match's: the memory is neither evicted, moved nor overwritten while
     it lasts, and the decision log records it. Release it on the engine's loop, once
     (``with session.get_nowait(3) as held``); tensors taken out of it are memory of the tier, which
-    must not be written, and not be read after the release.
+    must not be written, and not be read once it is released or the engine is closed.
     """
 
     __slots__ = ("_core", "_found", "_lease", "_like", "_memory", "_part", "_state")
@@ -75,7 +75,7 @@ class Held:
         """Tokens of the block.
 
         Raises:
-            ClosedError: if it was released.
+            ClosedError: if it was released, or the engine is closed.
             IntegrityError: if the frame is not the one that was asked for.
         """
         like = self._look()
@@ -88,7 +88,7 @@ class Held:
         keeps its tensors where they are taken from. The payload is not summed: see :meth:`verify`.
 
         Raises:
-            ClosedError: if it was released.
+            ClosedError: if it was released, or the engine is closed.
             IntegrityError: if the frame is not the one that was asked for.
             LayoutError: if it has no such tensor, or keeps it through a codec (then there is
                 nothing to look at in place: load it).
@@ -115,7 +115,7 @@ class Held:
         """Check all checksums, the header's as well, at the cost of reading every byte.
 
         Raises:
-            ClosedError: if it was released.
+            ClosedError: if it was released, or the engine is closed.
             IntegrityError: if the frame is damaged. Loads find that too, and forget it.
         """
         verify(self._read(), self._frame())
@@ -131,7 +131,7 @@ class Held:
 
     def _look(self) -> Like | None:
         """Find the frame and check that it is the right one; what it is like, if known."""
-        if self._memory is not None and self._lease:
+        if self._memory is not None and self._lease and not self._core.closing.is_set():
             return self._like
         frame, part, state = self._frame(), self._part, self._state
         group = part[KEY_BYTES:]
@@ -147,6 +147,8 @@ class Held:
         """Its bytes."""
         if not self._lease:
             raise ClosedError("this view was released; get a new one")
+        if self._core.closing.is_set():  # the tier gives its memory back, whoever leases it
+            raise ClosedError("the engine is closed, and its memory with it; open it again")
         _, tier, generation = self._found
         memory = self._core.levels[tier].memory
         frame = memory.look(self._part, generation) if memory is not None else None

@@ -164,8 +164,9 @@ def plan_store(
     if tail and rest:
         parent = keys[-1] if keys else state.root
         tokens = chain.tokens[len(keys) * size :].tobytes()
-        key = tail_key(parent, f"{state.tenant}\0{state.id}", tokens)
-        partial = Tail(len(keys), parent, tokens, key)
+        media = chain.media_in(len(keys) * size, total)
+        key = tail_key(parent, f"{state.tenant}\0{state.id}", tokens, media)
+        partial = Tail(len(keys), parent, tokens, media, key)
     return _saving(session, source, keys, total, start // size, partial)
 
 

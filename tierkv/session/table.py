@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tierkv.mover.behind import WriteBehind
     from tierkv.mover.core import Core
     from tierkv.mover.fetch import Fetcher
+    from tierkv.mover.load import Progress
     from tierkv.pipeline import Like
     from tierkv.prefetch import Prefetcher
     from tierkv.traces.recording import Recorder
@@ -49,6 +50,7 @@ class Tail(NamedTuple):
     blocks: int
     parent: BlockKey
     tokens: bytes
+    media: bytes
     key: BlockKey
 
 
@@ -86,6 +88,7 @@ class SessionState:
         kept: Leading blocks of its history that it was asked to store.
         turns: Who may change it now.
         likes: What its blocks in memory have in common, by the group as it stands in their names.
+        lineage: The loads since the match that was opened last.
         gone: Whether it was destroyed; handles on it may still be open.
     """
 
@@ -107,6 +110,7 @@ class SessionState:
         self.used = 0.0
         self.tail: Tail | None = None
         self.kept = 0
+        self.lineage: list[Progress] = []
         self.gone = False
         self.turns = Turns(name)
         self.likes: dict[bytes, Like] = {}
@@ -225,6 +229,7 @@ class SessionTable:
             state.tail_parts(), EvictReason.REMOVED, self._core.clock()
         )
         state.tail = None
+        state.lineage = []
         state.adopt(KeyChain(state.root, state.space.block_tokens), 0)
         self._core.free(drops)
 

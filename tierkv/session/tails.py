@@ -12,14 +12,22 @@ if TYPE_CHECKING:
     from tierkv.session.handle import Session
     from tierkv.session.table import Tail
 
-__all__ = ["with_tail"]
+__all__ = ["goes_on", "with_tail"]
 
 
-def with_tail(session: Session, chain: KeyChain) -> tuple[tuple[BlockKey, ...], int]:
-    """Keys to look up and tokens they cover: with the private tail where it applies."""
+def with_tail(
+    session: Session, chain: KeyChain, first: int = 0
+) -> tuple[tuple[BlockKey, ...], int]:
+    """Keys to look up and tokens they cover: with the private tail where it applies.
+
+    Args:
+        session: Whose tail it is.
+        chain: Of the prompt.
+        first: First block that is looked up: a tail before it is of no use.
+    """
     state = session.state
     size, tail = state.space.block_tokens, state.tail
-    if tail is None or not _applies(session, chain, tail):
+    if tail is None or tail.blocks < first or not _applies(session, chain, tail):
         return tuple(chain.keys), len(chain.keys) * size
     keys = (*chain.keys[: tail.blocks], tail.key)
     return keys, tail.blocks * size + len(tail.tokens) // 4
@@ -27,17 +35,27 @@ def with_tail(session: Session, chain: KeyChain) -> tuple[tuple[BlockKey, ...], 
 
 def _applies(session: Session, chain: KeyChain, tail: Tail) -> bool:
     """Whether the prompt goes on exactly with the session's private partial block."""
-    state, keys = session.state, chain.keys
-    if len(keys) < tail.blocks:
-        return False
-    parent = keys[tail.blocks - 1] if tail.blocks else state.root
-    if parent != tail.parent:
+    keys = chain.keys
+    if not goes_on(chain, tail):
         return False
     if len(keys) > tail.blocks:
         core = session.runtime.core
         if core.decisions.state(part_id(keys[tail.blocks], 0), core.clock()).tiers:
             return False  # the full block is there: better than a part of it
-    begin = tail.blocks * state.space.block_tokens
+    return True
+
+
+def goes_on(chain: KeyChain, tail: Tail) -> bool:
+    """Whether a prompt holds this partial block where it stands, with the same media in it."""
+    if len(chain.keys) < tail.blocks:
+        return False
+    parent = chain.keys[tail.blocks - 1] if tail.blocks else chain.root
+    begin = tail.blocks * chain.block_tokens
     held = array("I")
     held.frombytes(tail.tokens)
-    return chain.tokens[begin : begin + len(held)] == held
+    end = begin + len(held)
+    return (
+        parent == tail.parent
+        and chain.tokens[begin:end] == held
+        and chain.media_in(begin, end) == tail.media
+    )

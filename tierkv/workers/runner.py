@@ -13,6 +13,7 @@ import anyio
 
 from tierkv.errors import ClosedError
 from tierkv.workers.callbacks import loop_known
+from tierkv.workers.home import Home
 from tierkv.workers.lanes import Lane, current_lane, enter_lane
 from tierkv.workers.pools import Pool
 from tierkv.workers.signals import Signal
@@ -80,16 +81,15 @@ class Workers:
     Each :class:`~tierkv.workers.Lane` has threads of its own, started when they are first needed.
 
     Args:
-        threads: Worker threads for what somebody waits for; the other lanes have half as many
-            each.
+        threads: Threads for what somebody waits for; the other lanes have half as many each.
         name: Name of the engine in those of its threads and tasks.
         on_restart: Told the name of each background loop that had to be started again.
 
     Attributes:
+        home: The loop and process that they belong to.
         tasks_spawned: Jobs started so far.
         thread_hops: Calls handed to a worker thread so far.
-        gave_up: Whether closing has waited long enough for what was under way: nobody has to
-            believe any more that it will ever end.
+        gave_up: Whether closing has waited long enough for what was under way to believe it ends.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Workers:
         on_restart: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
-        self.tasks_spawned = 0
-        self.thread_hops = 0
+        self.home = Home()
+        self.tasks_spawned = self.thread_hops = 0
         self.gave_up = False
         self._threads = threads
         self._on_restart = on_restart
@@ -142,6 +142,7 @@ class Workers:
         if self._runner is not None:
             raise ClosedError("workers cannot be started twice")
         self._pools = self._make_pools()
+        self.home.settle()
         ready = Signal()
         # The single create_task of the project: the runner outlives every caller.
         self._runner = asyncio.get_running_loop().create_task(

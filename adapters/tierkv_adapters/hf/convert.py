@@ -63,7 +63,7 @@ def convert(
         from safetensors.numpy import save_file
     except ImportError as error:
         raise MissingDependencyError(
-            "converting models needs 'safetensors': pip install 'tierkv-engine[demo]'"
+            "converting models needs safetensors: pip install -c constraints.txt -e '.[demo]'"
         ) from error
     architecture = str(source.meta["general.architecture"])
     if architecture not in _FFN_NORM:

@@ -2,12 +2,14 @@
 
 * weights: a digest over the bytes of every parameter and buffer, saved with the model or not;
 * configuration (RoPE, attention types, windows, ...), attention implementation, compute dtype;
-* active LoRA-like adapters with a digest of their weights, their settings and their scales.
+* active LoRA-like adapters with a digest of their weights, their settings and their scales;
+* hooks on its modules and replaced ``forward`` methods (:mod:`tierkv_adapters.hf.patches`).
 
 Digests are kept per model object and renewed when a parameter was replaced, moved or changed in
 place, and when adapters were merged or unmerged. Any other edit through ``parameter.data``, or of
 a parameter made in inference mode, leaves no trace that could be seen cheaply; call
-:meth:`ModelIdentity.refresh` after one.
+:meth:`ModelIdentity.refresh` after one. Numbers that a module keeps as plain attributes (an
+epsilon, a scale) are taken from the configuration: change them there, too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from tierkv.blocks import AdapterId, Identity
 from tierkv_adapters.configs import config_digest
 from tierkv_adapters.hf.compat import base_model, text_config
+from tierkv_adapters.hf.patches import Patches
 from tierkv_adapters.hf.tuners import adapter_config, tuners
 from tierkv_adapters.hf.weights import Digests, Weights, read_weights, tensor_digest
 
@@ -58,6 +61,7 @@ class ModelIdentity:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._digests = Digests()
+        self._patches = Patches()
 
     @property
     def readings(self) -> int:
@@ -89,6 +93,7 @@ class ModelIdentity:
         # PEFT merges through ``.data``, which no stamp shows: what was merged tells it
         state = tuple((path, name, versions[name]) for path, names in merged for name in names)
         configs = (inner.config, text_config(self._model))
+        patches = self._patches(self._model)
         return Identity(
             model=f"{type(inner).__module__}:{type(inner).__qualname__}",
             weights=self._digests.get("", base, state),
@@ -98,6 +103,7 @@ class ModelIdentity:
             extra=(
                 ("config", config_digest(inner.config.to_dict(), _IGNORED_CONFIG)),
                 *((n, str([getattr(c, n, None) for c in configs])) for n in _IMPLEMENTATIONS),
+                *((("patches", config_digest(list(patches))),) if patches else ()),
             ),
         )
 

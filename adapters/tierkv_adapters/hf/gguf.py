@@ -140,7 +140,7 @@ class GGUFFile:
             from gguf.constants import GGML_QUANT_SIZES
         except ImportError as error:
             raise MissingDependencyError(
-                "reading GGUF weights needs the package 'gguf': pip install 'tierkv-engine[demo]'"
+                "reading GGUF weights needs gguf: pip install -c constraints.txt -e '.[demo]'"
             ) from error
         for info in self.tensors:
             kind = GGMLQuantizationType(info.kind)

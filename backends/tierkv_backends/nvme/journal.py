@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from tierkv_backends.nvme import records
-from tierkv_backends.nvme.transfer import open_at, write_all
+from tierkv_backends.nvme.transfer import list_at, open_at, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,7 +81,7 @@ class Journal:
         """
         with contextlib.suppress(FileNotFoundError):  # of a process that died while writing it
             os.unlink(_TEMPORARY, dir_fd=self._root)
-        names = sorted(name for name in os.listdir(self._root) if JOURNAL.fullmatch(name))
+        names = sorted(name for name in list_at(self._root) if JOURNAL.fullmatch(name))
         latest: dict[PartId, bytes] = {}
         end = 0
         for name in (CHECKPOINT, *names):
@@ -160,10 +160,11 @@ class Journal:
         finally:
             os.close(fd)
         os.fsync(self._root)
-        for name in sorted(os.listdir(self._root)):  # oldest first: a delete outlives its put
+        for name in sorted(list_at(self._root)):  # oldest first: a delete outlives its put
             match = JOURNAL.fullmatch(name)
             if match is not None and int(match[1]) < before:
-                os.unlink(name, dir_fd=self._root)
+                with contextlib.suppress(FileNotFoundError):  # somebody tidied up
+                    os.unlink(name, dir_fd=self._root)
 
     def close(self) -> None:
         """Close the current file. Idempotent."""

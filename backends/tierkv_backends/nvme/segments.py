@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tierkv.buffers import Arena
 from tierkv.extents import Extent
-from tierkv_backends.nvme.transfer import PAGE, Piece, move, open_at
+from tierkv_backends.nvme.transfer import PAGE, Piece, list_at, move, open_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +78,7 @@ class Segments:
         assert zeros is not None
         self._zeros = zeros.memory
         try:
-            for name in os.listdir(root):
+            for name in list_at(root):
                 index = number_of(name)
                 if index is not None:
                     self._fds[index] = open_at(root, name, self._flags)

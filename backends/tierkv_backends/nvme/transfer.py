@@ -20,7 +20,7 @@ from tierkv.abc import IoResult, IoStatus
 from tierkv.buffers import Arena, ArenaBuffer
 from tierkv_backends.results import failure
 
-__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "move", "open_at", "write_all"]
+__all__ = ["PAGE", "Piece", "Scratch", "Transfer", "list_at", "move", "open_at", "write_all"]
 
 PAGE: Final = 4096
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
@@ -176,6 +176,22 @@ def open_at(root: int, name: str, flags: int) -> int:
     """
     safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a named pipe holds nobody up
     return os.open(name, flags | safe, 0o600, dir_fd=root)
+
+
+def list_at(root: int) -> list[str]:
+    """Names in a root directory, as one moment had them.
+
+    Opened anew each time: listings through one descriptor share a place in the directory, and two
+    threads would take names away from each other, or find them twice.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def move(
