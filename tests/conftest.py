@@ -6,8 +6,10 @@ import asyncio
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -53,26 +55,76 @@ _VLLM = tuple(
 )
 
 
-def pytest_report_header() -> str:
-    """Say on which event loops this run tests."""
-    return f"event loops: {', '.join(_LOOPS)}"
+_IN_MEMORY, _ROOM, _PREFIX = Path("/dev/shm"), 8 << 30, "tkv"  # paths of sockets are short
+_TEMPROOT = "PYTEST_DEBUG_TEMPROOT"  # where pytest makes the folders of tests
+
+
+def _use_memory(config: pytest.Config) -> None:
+    """Put the files of tests in memory if there is plenty, unless somebody said where.
+
+    Syncing a disk is most of what they would wait for, and few are about a disk: those ask for
+    ``disk_path``. What a run leaves there is removed at its end, or by the next one.
+    """
+    try:
+        room = os.statvfs(_IN_MEMORY)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no such place on this system
+        return
+    available = next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), 0)
+    if _TEMPROOT in os.environ or min(room.f_bavail * room.f_frsize, available) < _ROOM:
+        return
+    for old in _IN_MEMORY.glob(f"{_PREFIX}*"):
+        number = old.name.removeprefix(_PREFIX)
+        if number.isdecimal() and not Path("/proc", number).exists():  # it was killed
+            shutil.rmtree(old, ignore_errors=True)
+    mine = _IN_MEMORY / f"{_PREFIX}{os.getpid()}"
+    mine.mkdir(mode=0o700)
+    os.environ[_TEMPROOT] = str(mine)
+    config.add_cleanup(lambda: shutil.rmtree(mine, ignore_errors=True))
+
+
+def pytest_report_header() -> list[str]:
+    """Say on which event loops this run tests, and where its files are."""
+    where = os.environ.get(_TEMPROOT) or tempfile.gettempdir()
+    return [f"event loops: {', '.join(_LOOPS)}", f"files: {where}"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out what imports an optional library; `test_house` has a skip that says so."""
+    _use_memory(config)
     absent = [*(() if HAS_TRANSFORMERS else _HF), *(() if HAS_VLLM else _VLLM)]
     optional = [glob for path in absent for glob in (f"{ROOT}/{path}", f"{ROOT}/{path}/*")]
     config.option.ignore_glob = [*(config.option.ignore_glob or []), *optional]
 
 
+def _on_another_loop(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    loop = None if callspec is None else callspec.params.get("anyio_backend")
+    other = isinstance(loop, str) and loop in _LOOPS and loop != "asyncio"
+    return other and item.get_closest_marker("every_loop") is None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest itself looks at the marks for -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave stress tests to the runs that ask for them: ``-m stress``, or TIERKV_SCALE is set."""
+    """Leave stress tests to the runs that ask for them: ``-m stress``, or TIERKV_SCALE is set.
+
+    What is not about the loop itself runs on plain asyncio, and on the others as a stress test.
+    """
+    for item in items:
+        if _on_another_loop(item):
+            item.add_marker(pytest.mark.stress)
     if "stress" in str(config.option.markexpr) or "TIERKV_SCALE" in os.environ:
         return
     stress = [item for item in items if item.get_closest_marker("stress")]
     if stress:
         config.hook.pytest_deselected(items=stress)
         items[:] = [item for item in items if item not in set(stress)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector away from what lives as long as the run: libraries, and the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -114,6 +166,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("TIERKV_") and name.upper() not in OWN_VARIABLES:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """A folder on the disk of temporary files, wherever the others are."""
+    with tempfile.TemporaryDirectory(prefix="tierkv-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +11,7 @@ import tierkv
 from tierkv.layout import DTYPE_BYTES, Group, GroupKind, Layer, Layout, Space, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tierkv.abc import View
@@ -42,6 +43,22 @@ LAYOUTS: dict[str, Layout] = {
         )
     ),
 }
+
+
+def on_every_loop(values: Sequence[str], *chosen: str) -> list[Any]:
+    """Parameters of a test that runs on every event loop for the chosen ones, else on one."""
+    import pytest  # not at the top: processes that tests start need only the rest
+
+    assert set(chosen) <= set(values)
+    marks = pytest.mark.every_loop
+    return [pytest.param(x, marks=marks) if x in chosen else x for x in values]
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait for what threads or other tasks bring about, and nothing tells; at most a minute."""
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110 - it says nothing
+            await asyncio.sleep(0.001)
 
 
 def space(

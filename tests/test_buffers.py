@@ -20,6 +20,7 @@ from tierkv.workers import Workers
 if TYPE_CHECKING:
     from tierkv.abc import Buffer
 
+pytestmark = pytest.mark.every_loop
 PAGE = 4096
 
 
@@ -264,7 +265,7 @@ async def test_staging_released_from_a_thread() -> None:
     assert held is not None
     thread = threading.Timer(0.02, held.release)
     thread.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         buffer = await staging.acquire(4 * PAGE)
     thread.join()
     buffer.release()
@@ -333,7 +334,7 @@ async def test_a_piece_larger_than_the_share_is_given_out_alone() -> None:
     assert staging.waiting == 1
     assert staging.acquire_nowait(PAGE) is not None, "what is waited for does not stand behind it"
     held.release()
-    await asyncio.wait_for(waiter, 5)
+    await asyncio.wait_for(waiter, 30)
     assert staging.background_used == 0
     cancelled = staging.acquire_nowait(8 * PAGE, background=True)
     assert cancelled is not None
@@ -352,7 +353,7 @@ async def test_who_waits_for_memory_that_a_hanging_tier_holds_is_let_go() -> Non
     hangs: list[bool] = []
     staging.patience, staging.held_up = 0.005, lambda: bool(hangs)
     held = await staging.acquire(4 * PAGE)
-    async with asyncio.timeout(20), anyio.create_task_group() as group:
+    async with asyncio.timeout(60), anyio.create_task_group() as group:
         background: list[Buffer] = []
 
         async def wait_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import importlib
 import re
 import shutil
@@ -11,8 +12,12 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 ROOTS = {"tierkv": ".", "tierkv_backends": "backends", "tierkv_codecs": "codecs"}
@@ -60,6 +65,14 @@ def _product() -> dict[str, Path]:
 @cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_forgotten() -> Iterator[None]:
+    gc.disable()  # trees have no cycles, and walking through some hundred MB of them takes longest
+    yield
+    gc.enable()
+    _tree.cache_clear()
 
 
 def _all_python() -> list[Path]:
@@ -274,6 +287,7 @@ def test_the_adapters_are_tested_too() -> None:
     assert (ROOT / "tests" / "adapters").is_dir()
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_the_loop_is_the_one_that_was_asked_for(
     anyio_backend: tuple[str, dict[str, bool]],
@@ -282,6 +296,14 @@ async def test_the_loop_is_the_one_that_was_asked_for(
 
     assert loop.get_debug() == anyio_backend[1]["debug"]
     assert (type(loop).__module__ == "uvloop") == anyio_backend[1]["use_uvloop"]
+
+
+@pytest.mark.anyio
+async def test_what_is_not_about_loops_is_a_stress_test_on_the_others(
+    anyio_backend: tuple[str, dict[str, bool]], request: pytest.FixtureRequest
+) -> None:
+    other = any(anyio_backend[1].values())
+    assert other == (request.node.get_closest_marker("stress") is not None)
 
 
 def test_f084_no_dependency_is_pinned_in_the_metadata() -> None:

@@ -306,12 +306,12 @@ def test_the_page_is_served_on_loopback_only_until_closed(
     assert [record.getMessage() for record in caplog.records] == [where]
     url = f"http://127.0.0.1:{server.port}/metrics"
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             assert reply.read() == observer.scrape()
         assert repr(server) == f"<MetricsServer 127.0.0.1:{server.port} open>"
         for path in ("", "/", "/metrics/x", "/favicon.ico"):
             with pytest.raises(urllib.error.HTTPError, match="404") as refused:
-                urllib.request.urlopen(url.removesuffix("/metrics") + path, timeout=5)
+                urllib.request.urlopen(url.removesuffix("/metrics") + path, timeout=60)
             refused.value.close()
         with pytest.raises(ConfigError, match="metrics_port"):
             serve(observer.registry, server.port)
@@ -321,6 +321,6 @@ def test_the_page_is_served_on_loopback_only_until_closed(
 
     assert "closed" in repr(server)
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=5)
+        urllib.request.urlopen(url, timeout=60)
     again = serve(observer.registry, server.port)
     again.close()

@@ -16,7 +16,7 @@ import tierkv
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 LAYOUT = tierkv.Layout.uniform(2, 2, 8, "float32")
 SPACE = tierkv.Space(tierkv.Identity("model", "rev"), LAYOUT, block_tokens=16)
@@ -78,7 +78,7 @@ async def test_the_port_is_open_while_the_engine_is(tmp_path: Path) -> None:
         port = free.getsockname()[1]
 
     def fetch() -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
             return bytes(reply.read())
 
     settings = {"tiers": _tiers(tmp_path), "metrics_port": port}

@@ -10,7 +10,11 @@ import pytest
 from tierkv.workers import Lane, Workers, current_lane
 from tierkv.workers.pools import Pool
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_thread_leaks", "no_task_leaks")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.every_loop,
+    pytest.mark.usefixtures("no_thread_leaks", "no_task_leaks"),
+]
 
 
 async def test_p5_each_lane_has_threads_of_its_own() -> None:
@@ -35,7 +39,7 @@ async def test_p5_each_lane_has_threads_of_its_own() -> None:
 
     jobs = [workers.spawn(nested, lane=Lane.BACKGROUND) for _ in range(6)]
     jobs += [workers.spawn(backend_call, lane=Lane.PREFETCH) for _ in range(6)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for _ in range(2):  # one thread each is all that they have
             await workers.run(arrived.acquire)
         for _ in range(5):
@@ -60,7 +64,7 @@ async def test_p3_threads_that_all_hang_are_not_the_last_ones(
         return await workers.run(gate.wait)
 
     hanging = [workers.spawn(hang) for _ in range(2)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert [await workers.run(abs, -n) for n in range(3)] == [0, 1, 2]
     gate.set()
     assert [await job.wait() for job in hanging] == [True, True]
@@ -72,7 +76,7 @@ async def test_a_pool_grows_only_when_every_thread_is_stuck() -> None:
     pool = Pool(1, "test", 2)
     gate = threading.Event()
     assert not pool.relieve(0.0), "no thread is busy"
-    here = threading.Barrier(2, timeout=10)
+    here = threading.Barrier(2, timeout=60)
 
     def hang() -> bool:
         here.wait()

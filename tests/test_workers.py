@@ -15,7 +15,11 @@ from tierkv.errors import ClosedError
 from tierkv.testing.cancel import cancel_at_each_step
 from tierkv.workers import Job, Signal, Workers
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_thread_leaks", "no_task_leaks")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.every_loop,
+    pytest.mark.usefixtures("no_thread_leaks", "no_task_leaks"),
+]
 
 
 async def test_a_signal_wakes_all_and_forgets_the_cancelled() -> None:
@@ -115,14 +119,17 @@ async def test_a_thread_is_waited_for_however_it_is_cancelled() -> None:
     workers = Workers()
     await workers.start()
     ended = 0
+    go = threading.Event()
 
     def work() -> None:
         nonlocal ended
-        time.sleep(0.03)
+        go.wait(60)
         ended += 1
 
     for kind in ("scope", "native"):
         before = ended
+        go.clear()
+        asyncio.get_running_loop().call_later(0.03, go.set)  # after the cancellation, always
         if kind == "scope":
             with anyio.move_on_after(0.005) as scope:
                 await workers.run(work)
@@ -337,7 +344,7 @@ async def test_c8_a_task_cancelled_from_outside_before_it_began_leaves_nobody_wa
     for task in asyncio.all_tasks():
         if task.get_name() == "victim":
             task.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(ClosedError):
             await job.wait()
         with pytest.raises(ClosedError):

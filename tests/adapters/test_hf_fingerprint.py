@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -292,6 +293,51 @@ def test_the_code_of_a_model_is_part_of_its_identity(kit: Any) -> None:
     remote = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.x.rev2"})
     model.__class__ = remote
     assert ModelIdentity(model)() != identity
+
+
+def _twice(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class _Steering:
+    strength = 2
+
+    def twice(self, module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * self.strength
+
+
+def test_hooks_and_replaced_methods_are_part_of_the_identity(kit: Any) -> None:
+    """Steering by hooks changes the KV and no weight."""
+    model = kit.make("llama")
+    identity = ModelIdentity(model)
+    plain = identity()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 2)
+    steered = identity()
+    assert steered != plain
+    assert identity() == steered  # as long as it is this very object
+    assert ModelIdentity(model)() != steered  # what a closure holds, nobody can see
+    hook.remove()
+    assert identity() == plain
+    hook = model.model.layers[0].mlp.register_forward_hook(_twice)
+    named = identity()
+    assert named not in (plain, steered)
+    assert ModelIdentity(model)() == named  # a function's name holds in every process
+    hook.remove()
+    hook = model.model.layers[0].mlp.register_forward_hook(_Steering().twice)
+    steered = identity()
+    assert ModelIdentity(model)() != steered  # the object may be set to anything
+    hook.remove()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert identity() != plain
+    hook.remove()
+    layer = model.model.layers[1].mlp
+    forward = layer.forward
+    layer.forward = functools.wraps(forward)(lambda x: forward(x) * 2)
+    assert identity() not in (plain, steered, named)
+    layer.forward = functools.partial(forward)  # the same, in other clothes
+    assert identity() == plain
+    del layer.forward
+    assert identity() == plain
 
 
 def test_a_wrapped_model_is_unwrapped(kit: Any) -> None:

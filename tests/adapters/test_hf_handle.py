@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -359,3 +361,32 @@ async def test_attach_takes_engines_and_managers_only(llama: Any) -> None:
 
 def test_registered_by_name() -> None:
     assert resolve("adapters", "hf") is hf
+
+
+def test_its_names_are_all_there_and_no_others() -> None:
+    assert dir(hf) == sorted(hf.__all__)
+    for name in hf.__all__:
+        assert getattr(hf, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'attatch'"):
+        hf.attatch  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_n1_without_transformers_its_names_say_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from tierkv_adapters import hf\n"
+        "from tierkv.errors import MissingDependencyError\n"
+        "for name in hf.__all__:\n"
+        "    try:\n"
+        "        getattr(hf, name)\n"
+        "    except MissingDependencyError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    extra = "needs transformers, which is not installed; pip install -c constraints.txt -e '.[hf]'"
+    told = done.stdout.splitlines()
+    assert f"tierkv_adapters.hf.attach {extra}" in told
+    assert all(line.endswith(extra) for line in told)

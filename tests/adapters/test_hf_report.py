@@ -16,11 +16,12 @@ from benchmarks.synthetic import synthetic
 from tierkv.chains import parse_chains
 from tierkv.errors import ConfigError, LayoutError, MissingDependencyError
 from tierkv.testing.codecs import same_bits, sample
-from tierkv_adapters.hf.report import codec_report, command
+from tierkv_adapters.hf.report import codec_report, command, running
 from tierkv_adapters.hf.report.allocation import Choice, allocate, assign, parts_of, rules
-from tierkv_adapters.hf.report.coding import BLOCK, code, speed
+from tierkv_adapters.hf.report.choices import BLOCK, Wanted, listed
+from tierkv_adapters.hf.report.coding import code, speed
 from tierkv_adapters.hf.report.fidelity import Subject, default_text
-from tierkv_adapters.hf.report.rows import Row, listed, measure, recommend
+from tierkv_adapters.hf.report.rows import Row, measure, recommend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +156,7 @@ def tiny(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(arguments)
         return subject
 
-    monkeypatch.setattr(command, "subject_of", find)
+    monkeypatch.setattr(running, "subject_of", find)
     return asked
 
 
@@ -172,7 +173,7 @@ def test_json_has_every_row_and_a_recommendation(tiny: list[Any]) -> None:
         ("int2", 1),
     ]
     assert document["recommended"]["kl"] <= 0.05
-    assert tiny == [("smollm2", None, 64, 512)]
+    assert tiny == [(Wanted("smollm2", None, 64, 512),)]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -197,27 +198,30 @@ def test_wrong_names_fail_before_anything_is_loaded(tiny: list[Any]) -> None:
         done = run(wrong)
         assert isinstance(done.exception, ConfigError)
         assert message in str(done.exception)
-    assert run(["--kl-bound", "-1"]).exit_code == 2
+    for number in ("-1", "nan"):
+        assert run(["--kl-bound", number]).exit_code == 2
     assert tiny == []
 
 
 def test_a_short_text_is_refused(
     tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "find_model", lambda name: name)
+    monkeypatch.setattr(running, "find_model", lambda name: name)
     monkeypatch.setattr(
-        command, "load_model", lambda name: (llama, lambda text: {"input_ids": [1] * len(text)})
+        running, "load_model", lambda name: (llama, lambda text: {"input_ids": [1] * len(text)})
     )
     file = tmp_path / "text"
     with pytest.raises(ConfigError, match="No such file"):
-        command.subject_of("any", tmp_path / "none", 8, 4)
+        running.subject_of(Wanted("any", tmp_path / "none", 8, 4))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="no text in UTF-8"):
-        command.subject_of("any", file, 8, 4)
+        running.subject_of(Wanted("any", file, 8, 4))
     file.write_text("0123456789")
     with pytest.raises(ConfigError, match="has 10 tokens, 12 are needed"):
-        command.subject_of("any", file, 8, 4)
-    found = command.subject_of("any", file, 7, 3)
+        running.subject_of(Wanted("any", file, 8, 4))
+    with pytest.raises(ConfigError, match="600 tokens together, the model's context has 512"):
+        running.subject_of(Wanted("any", file, 500, 100))
+    found = running.subject_of(Wanted("any", file, 7, 3))
     assert [tuple(k.shape) for k, _ in found.kv] == [(2, 7, 8)] * 3
 
 
@@ -331,6 +335,20 @@ def test_a_plot_shows_sizes_and_changes(tmp_path: Path) -> None:
     done = run(["--chains", "int8,int4,planes", "--plot", str(file)])
     assert done.exit_code == 0, done.output
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_is_told_although_its_picture_cannot_be_written(
+    tmp_path: Path, tiny: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise ConfigError(f"cannot write {path}: No space left on device; name another file")
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "put", full)
+    done = run(["--chains", "int8", "--plot", str(tmp_path / "pareto.svg")])
+    assert isinstance(done.exception, ConfigError)
+    assert "int8 *" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("tiny")

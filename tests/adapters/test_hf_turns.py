@@ -148,14 +148,17 @@ async def test_each_layer_is_read_only_once_the_model_has_entered_it(
 
     async with kit.opened(tiers=[tier], backends=[backend]) as engine:
         kv = hf.attach(model, engine)
-        first = await kv.generate(ids, session="a", **GREEDY)
+        # hooks are part of the identity: they are there from the beginning
         hooks = [
             layer.register_forward_pre_hook(entered(n))
             for n, layer in enumerate(model.model.layers)
         ]
+        first = await kv.generate(ids, session="a", **GREEDY)
+        for event in inside:
+            event.clear()
         backend.read = gated
         try:
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 again = await kv.generate(ids, session="b", **GREEDY)
         finally:
             for hook in hooks:
@@ -165,6 +168,7 @@ async def test_each_layer_is_read_only_once_the_model_has_entered_it(
         assert again.output_ids == first.output_ids
 
 
+@pytest.mark.every_loop
 async def test_a_hanging_read_does_not_hold_a_cancelled_caller(
     kit: Any, llama: Any, tmp_path: Path
 ) -> None:
@@ -196,6 +200,7 @@ async def test_a_hanging_read_does_not_hold_a_cancelled_caller(
 # ----------------------------------------------------------------- streams
 
 
+@pytest.mark.every_loop
 async def test_stream_gives_each_token_as_it_comes(kit: Any, llama: Any) -> None:
     ids = kit.ids(20)
     async with kit.opened() as engine:
@@ -208,6 +213,7 @@ async def test_stream_gives_each_token_as_it_comes(kit: Any, llama: Any) -> None
         assert [s.tokens for s in engine.sessions()] == [32]
 
 
+@pytest.mark.every_loop
 async def test_leaving_a_stream_stops_the_model(kit: Any, llama: Any) -> None:
     ids = kit.ids(20)
     async with kit.opened() as engine:
@@ -237,6 +243,7 @@ async def test_leaving_a_stream_stops_the_model(kit: Any, llama: Any) -> None:
         assert more.prompt_tokens == 33
 
 
+@pytest.mark.every_loop
 async def test_an_error_of_the_model_reaches_the_stream(kit: Any, llama: Any) -> None:
     def broken(_ids: Any, _scores: Any) -> Any:
         raise ZeroDivisionError("broken processor")
@@ -254,6 +261,7 @@ async def test_an_error_of_the_model_reaches_the_stream(kit: Any, llama: Any) ->
 # ----------------------------------------------------------------- cancellation
 
 
+@pytest.mark.every_loop
 async def test_native_cancel_stops_the_model_at_its_next_layer(kit: Any, llama: Any) -> None:
     ids = kit.ids(40)
     async with kit.opened() as engine:
@@ -265,7 +273,7 @@ async def test_native_cancel_stops_the_model_at_its_next_layer(kit: Any, llama: 
 
         def gate(_module: Any, _args: Any) -> None:
             loop.call_soon_threadsafe(entered.set)
-            release.wait(5)
+            release.wait(60)
 
         hooks = [
             llama.model.layers[1].register_forward_pre_hook(gate),
@@ -290,12 +298,13 @@ async def test_native_cancel_stops_the_model_at_its_next_layer(kit: Any, llama: 
         assert reply.output_ids == kit.plain(llama, reply.input_ids)
 
 
+@pytest.mark.every_loop
 async def test_repeated_native_cancels_do_not_leave_the_model_running(kit: Any, llama: Any) -> None:
     entered, release, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
     def gate(_module: Any, _args: Any) -> None:
         loop.call_soon_threadsafe(entered.set)
-        release.wait(5)
+        release.wait(60)
 
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
@@ -315,6 +324,7 @@ async def test_repeated_native_cancels_do_not_leave_the_model_running(kit: Any, 
             hook.remove()
 
 
+@pytest.mark.every_loop
 async def test_scope_cancel_before_the_first_token(kit: Any, llama: Any) -> None:
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
@@ -325,6 +335,7 @@ async def test_scope_cancel_before_the_first_token(kit: Any, llama: Any) -> None
         assert engine.stats().leases == 0
 
 
+@pytest.mark.every_loop
 async def test_one_session_takes_one_turn_at_a_time(kit: Any, llama: Any) -> None:
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
@@ -342,6 +353,7 @@ async def test_one_session_takes_one_turn_at_a_time(kit: Any, llama: Any) -> Non
             assert after.input_ids[:-4] == before.output_ids
 
 
+@pytest.mark.every_loop
 async def test_a_caller_that_waits_for_its_turn_can_go(kit: Any, llama: Any) -> None:
     async with kit.opened() as engine:
         kv = hf.attach(llama, engine)
@@ -364,14 +376,16 @@ async def test_a_busy_session_refuses_where_asked_to(kit: Any, llama: Any) -> No
                 await kv.generate([3], session="a")
 
 
+@pytest.mark.every_loop
 async def test_closing_the_engine_ends_a_turn(kit: Any, llama: Any) -> None:
-    engine = tierkv.Engine(tierkv.EngineConfig(tiers=(HOST,), block_tokens=BLOCK))
+    config = tierkv.EngineConfig(tiers=(HOST,), block_tokens=BLOCK, close_timeout=100)
+    engine = tierkv.Engine(config)
     await engine.start()
     kv = hf.attach(llama, engine)
     stream = kv.stream([1, 2], session="a", max_new_tokens=400, do_sample=False)
     async with stream as tokens:
         await anext(tokens)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await engine.aclose()
     with pytest.raises(ClosedError):
         await kv.generate([1, 2], session="a")

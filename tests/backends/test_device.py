@@ -237,6 +237,7 @@ async def test_headers_tell_which_checksum_a_frame_has(tmp_path: Path) -> None:
             assert found.header.folded is folded
 
 
+@pytest.mark.every_loop
 async def test_closing_waits_for_work_on_released_memory(tmp_path: Path) -> None:
     frame, event = framed(0), HeldEvent()
     device = SimDevice("sim:2")
@@ -256,6 +257,7 @@ async def test_closing_waits_for_work_on_released_memory(tmp_path: Path) -> None
     device.close()
 
 
+@pytest.mark.every_loop
 async def test_closed_backends_refuse_and_hold_nothing(tmp_path: Path) -> None:
     device = SimDevice("sim:2")
     async with OnDevice(device).opened(tmp_path) as bench:
@@ -272,6 +274,7 @@ async def test_closed_backends_refuse_and_hold_nothing(tmp_path: Path) -> None:
     device.close()
 
 
+@pytest.mark.every_loop
 async def test_a_given_device_stays_open_and_an_own_one_is_closed(
     tmp_path: Path, no_thread_leaks: None
 ) -> None:
@@ -307,6 +310,7 @@ async def test_shrink_and_grow_again(tmp_path: Path) -> None:
     device.close()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("device", ["cpu", "sim:3"])
 async def test_the_loop_is_never_blocked(
     device: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -144,6 +144,7 @@ async def _write(bench: Bench, parts: Sequence[StoredPart]) -> None:
             item.buffer.release()
 
 
+@pytest.mark.every_loop
 async def test_a_cancelled_write_keeps_nothing(tmp_path: Path) -> None:
     device = SimDevice("sim:9", delay=2e-3)
     parts = [part(i, 40_000) for i in range(4)]
@@ -156,6 +157,7 @@ async def test_a_cancelled_write_keeps_nothing(tmp_path: Path) -> None:
             assert bench.backend.stats().live_bytes == 0
 
 
+@pytest.mark.every_loop
 async def test_a_cancelled_read_leaves_buffer_and_frames_alone(tmp_path: Path) -> None:
     device = SimDevice("sim:9", delay=2e-3)
     parts = [part(i, 40_000) for i in range(4)]
@@ -177,6 +179,7 @@ async def test_a_cancelled_read_leaves_buffer_and_frames_alone(tmp_path: Path) -
             assert await bench.read(*parts) == [contents(p) for p in parts], run
 
 
+@pytest.mark.every_loop
 async def test_large_batches_are_cancelled_safely_in_their_thread(tmp_path: Path) -> None:
     device = SimDevice("sim:9", delay=1e-3)
     stored = part(0, 900_000)
@@ -188,6 +191,7 @@ async def test_large_batches_are_cancelled_safely_in_their_thread(tmp_path: Path
             assert _books(bench) == (0, 0), run
 
 
+@pytest.mark.every_loop
 async def test_a_deleted_frame_is_read_to_its_end(tmp_path: Path) -> None:
     device = SimDevice("sim:4", delay=5e-3)
     stored = part(0, 200_000)
@@ -209,6 +213,7 @@ class Clumsy(DeviceBackend):
         return
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kind", [DeviceBackend, Clumsy])
 async def test_the_simulated_device_notices_early_reuse(
     tmp_path: Path, kind: type[DeviceBackend]
@@ -271,6 +276,7 @@ async def _storms(root: Path, seeds: range, rounds: int) -> None:
                 await storm(bench, seed, rounds)
 
 
+@pytest.mark.every_loop
 async def test_storm_of_batches(tmp_path: Path) -> None:
     await _storms(tmp_path, range(4), 15)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import kit
 from tests.backends.test_device import OnDevice, tier_of
 from tierkv.abc import Stream
 from tierkv.device.cpu import CpuDevice
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tierkv.abc import Event
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 class _Stuck(Stream):
@@ -38,7 +39,10 @@ class _Stuck(Stream):
 class Silent(CpuDevice):
     """Waits for events by asking."""
 
+    asked = False
+
     async def wait(self, event: Event) -> None:
+        self.asked = self.asked or not event.query()
         while not event.query():  # noqa: ASYNC110 - that is how devices are
             await asyncio.sleep(0.001)
 
@@ -69,7 +73,7 @@ async def test_c8_closing_gives_up_copies_that_never_end(
             await bench.read(part(0, 9000))
 
         reading = bench.workers.spawn(reads)
-        await asyncio.sleep(0.02)
+        await kit.until(lambda: device.asked)
         if cancel:
             task[0].cancel()
             await asyncio.sleep(0.02)
@@ -98,7 +102,7 @@ async def test_c8_closing_gives_up_though_its_timer_fires_early(
         tier = tier_of(bench)
         device.stores = _Stuck()
         reading = bench.workers.spawn(bench.read, part(0, 9000))
-        await asyncio.sleep(0.02)
+        await kit.until(lambda: device.asked)
         with monkeypatch.context() as patch:
             patch.setattr("tierkv_backends.device.backend._CLOSE_S", 60.0)
             patch.setattr(Signal, "outlast", early)

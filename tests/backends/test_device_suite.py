@@ -26,6 +26,7 @@ class TestCpu(ResidentBackendTests):
         return DeviceBackend(Tier("device", capacity, device="cpu"))
 
 
+@pytest.mark.every_loop
 class TestSimulated(ResidentBackendTests):
     """Each check on another seed: copies run late, and memory is spoiled when it is freed."""
 

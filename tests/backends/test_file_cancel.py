@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tierkv.testing.bench import Bench
     from tierkv.workers import Workers
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tierkv_backends.file import FileBackend
 
 
+@pytest.mark.every_loop
 class TestFile(DurableBackendTests):
     def make(self, root: Path, capacity: int) -> FileBackend:
         return File().make(root, capacity)

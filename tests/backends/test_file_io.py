@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from tests.backends.file_bench import File
@@ -227,6 +228,7 @@ async def test_large_files_go_step_by_step(tmp_path: Path, monkeypatch: pytest.M
         assert await bench.read(stored) == [contents(stored)]
 
 
+@pytest.mark.every_loop
 async def test_a_batch_takes_as_many_hops_as_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +295,7 @@ async def test_f045_every_third_write_fails_and_the_others_land(
         assert used(bench) == disk_usage(tmp_path / "kv")
 
 
+@pytest.mark.every_loop
 async def test_f054_many_readers_of_one_frame(tmp_path: Path) -> None:
     stored = part(0, 100_000)
     async with File().opened(tmp_path) as bench:
@@ -302,6 +305,7 @@ async def test_f054_many_readers_of_one_frame(tmp_path: Path) -> None:
             assert await job.wait() == [contents(stored)]
 
 
+@pytest.mark.every_loop
 @pytest.mark.usefixtures("no_blocking")
 async def test_p1_the_loop_never_waits_for_a_file(tmp_path: Path) -> None:
     parts = [part(i, 5000) for i in range(8)]
@@ -312,6 +316,7 @@ async def test_p1_the_loop_never_waits_for_a_file(tmp_path: Path) -> None:
         await bench.backend.flush()
 
 
+@pytest.mark.every_loop
 async def test_p5_the_loops_own_threads_are_not_used(tmp_path: Path) -> None:
     """Everybody's ``run_in_executor`` may be stuck: this tier goes on."""
     gate = threading.Event()
@@ -349,6 +354,7 @@ async def test_k1_usable_bytes_can_be_used(nbytes: int, tmp_path: Path) -> None:
         assert used(bench) == disk_usage(tmp_path / "kv") <= 1 << 20
 
 
+@pytest.mark.every_loop
 async def test_p5_a_read_waits_for_one_file_of_a_batch_of_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,11 +375,12 @@ async def test_p5_a_read_waits_for_one_file_of_a_batch_of_writes(
         await bench.write(stored)
         monkeypatch.setattr(Files, "publish", gated)
         monkeypatch.setattr(Files, "open_reader", noted)
+        monkeypatch.setattr("tierkv_backends.file.transfer._WHILE_S", 0.0)  # its while is over
         writing = bench.workers.spawn(bench.write, *(part(i, 5000) for i in range(1, 9)))
         while not entered.is_set():  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.001)
         reading = bench.workers.spawn(bench.read, stored)
-        await asyncio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         go.set()
         assert await reading.wait() == [contents(stored)]
         assert await writing.wait() == [OK] * 8

@@ -39,6 +39,7 @@ async def test_small_batches_take_no_hop_and_large_ones_take_one(tmp_path: Path)
         assert bench.backend.stats().details["bytes_copied"] == 2 * (10 * 50_000 + 4 * 300_000)
 
 
+@pytest.mark.every_loop
 @pytest.mark.usefixtures("no_blocking")
 async def test_memory_waits_for_its_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ async def test_memory_waits_for_its_readers(
         assert await bench.write(part(1, 600_000)) == [OK]
 
 
+@pytest.mark.every_loop
 async def test_a_cancelled_write_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +104,7 @@ async def test_warm_makes_memory_real(tmp_path: Path) -> None:
         assert backend.warm(1) == 0
 
 
+@pytest.mark.every_loop
 async def test_closed_backends_refuse_and_hold_nothing(tmp_path: Path) -> None:
     async with Host().opened(tmp_path) as bench:
         await bench.write(part(0, 5000))

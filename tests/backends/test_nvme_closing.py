@@ -16,7 +16,11 @@ from tierkv_backends.nvme import store as stores
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_fd_leaks")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.every_loop,
+    pytest.mark.usefixtures("no_fd_leaks"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

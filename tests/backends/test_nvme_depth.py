@@ -106,6 +106,7 @@ async def test_large_batches_are_split_and_counted(io: str, tmp_path: Path) -> N
         assert bench.backend.stats().disk_bytes == disk_usage(tmp_path / "kv")
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 @pytest.mark.usefixtures("small_shards")
 async def test_batches_side_by_side_are_not_split(
@@ -180,6 +181,7 @@ async def test_a_shard_that_raises_leaks_nothing(
         assert await bench.write(part(0, 400_000), part(1, 400_000)) == [OK] * 2
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 @pytest.mark.usefixtures("small_shards")
 async def test_f038_a_slow_reader_while_everything_is_evicted(
@@ -193,7 +195,7 @@ async def test_f038_a_slow_reader_while_everything_is_evicted(
 
         def preadv(*args: Any) -> int:
             inside.set()
-            gate.wait(20)
+            gate.wait(60)
             return real(*args)
 
         monkeypatch.setattr(os, "preadv", preadv)
@@ -218,6 +220,7 @@ async def test_f038_a_slow_reader_while_everything_is_evicted(
         assert await bench.write(part(50, 290_000)) == [OK], "free once nobody reads it"
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("turn", range(12))
@@ -260,6 +263,7 @@ async def test_a_split_write_cancelled_anywhere(
         assert bench.backend.stats().disk_bytes == disk_usage(tmp_path / "kv")
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_pages_under_a_hanging_thread_are_kept_back(tmp_path: Path) -> None:
     """A thread that was given up may write when it wakes: not over somebody else's frame."""
@@ -359,6 +363,7 @@ async def test_half_written_fresh_extents_are_counted_exactly(
         assert await bench.read(*parts[::2]) == [contents(p) for p in parts[::2]]
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_small_reads_by_o_direct_do_not_wait_on_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -215,6 +215,7 @@ async def test_unusable_paths_say_so(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.every_loop
 @pytest.mark.usefixtures("no_fd_leaks")
 async def test_cancelled_open_gives_the_root_up(tmp_path: Path) -> None:
     import asyncio

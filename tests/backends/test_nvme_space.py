@@ -14,6 +14,7 @@ from tierkv.abc import OK, IoStatus, StoredPart
 from tierkv.testing.bench import contents, part
 from tierkv.testing.crash import disk_usage
 from tierkv_backends.nvme import segments
+from tierkv_backends.nvme.transfer import list_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,3 +209,19 @@ async def test_k1_files_that_only_look_like_segments_count(tmp_path: Path) -> No
         assert await bench.read(part(0, 5000)) == [contents(part(0, 5000))]
         await bench.backend.delete([(part(0, 1).part, 1)])
     assert (root / "segment-000003").stat().st_size == 70_000
+
+
+def test_a_root_is_listed_whole_while_another_thread_is_in_the_middle_of_it(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint looks for journals while the disk use is counted: through one descriptor."""
+    names = [f"journal-{number}" for number in range(5)]
+    for name in names:
+        (tmp_path / name).touch()
+    root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(root) as other:
+            next(other)
+            assert sorted(list_at(root)) == names
+    finally:
+        os.close(root)

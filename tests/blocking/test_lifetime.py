@@ -137,9 +137,9 @@ def test_close_ends_the_calls_under_way() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     manager.close()
-    thread.join(10)
+    thread.join(60)
     assert "cancelled: the manager is closed" in str(ended[0])
 
 
@@ -253,7 +253,7 @@ def test_a_forked_child_is_told(
 
 def _interrupt_main(when: threading.Event) -> threading.Thread:
     def strike() -> None:
-        when.wait(10)
+        when.wait(60)
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -384,9 +384,9 @@ def test_when_the_loop_itself_dies_callers_are_let_go(
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     manager._loop.soon(die)
-    thread.join(10)
+    thread.join(60)
     assert len(ended) == 1
     manager.close()  # waits for the thread
     assert manager.health() == {"status": "closed"}

@@ -264,7 +264,7 @@ def test_any_free_port_for_metrics(no_thread_leaks: None) -> None:
         assert manager.metrics_port is None
     with CacheManager(tiers=HOST, metrics_port=0) as manager:
         port = manager.metrics_port
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
             assert b"tierkv_build_info{" in reply.read()
     with pytest.raises(ClosedError):
         assert manager.metrics_port

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tierkv.blocking import CacheManager
 
 
+pytestmark = pytest.mark.every_loop
+
+
 def _entry(name: str) -> SessionEntry:
     return SessionEntry(name, "", None, "exact", b"")
 

@@ -137,7 +137,7 @@ class _Gate:
         self.manager.call(self._arrived)
 
     async def _arrived(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.gate.arrived()
 
     def open(self) -> None:
@@ -218,7 +218,7 @@ class _Turn:
         self._inside, self._leave = threading.Event(), Signal()
         self._thread = threading.Thread(target=manager.call, args=(self._hold,))
         self._thread.start()
-        assert self._inside.wait(20)
+        assert self._inside.wait(60)
 
     async def _hold(self) -> None:
         async with self._manager.handle(self._name) as session:

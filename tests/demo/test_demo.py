@@ -17,7 +17,7 @@ import pytest
 from tests.demo.conftest import save
 from tierkv.cli import main
 from tierkv.errors import BackendError
-from tierkv_adapters.hf.demo import command, restart
+from tierkv_adapters.hf.demo import restart, running
 from tierkv_adapters.hf.demo.loading import load_model
 from tierkv_adapters.hf.demo.scenario import Scenario
 
@@ -33,7 +33,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         model, _ = load_model(directory)
         return restart.answer(model, root, json.dumps(asdict(request)))
 
-    monkeypatch.setattr(command, "ask_new_process", ask)
+    monkeypatch.setattr(running, "ask_new_process", ask)
 
 
 def _demo(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_everything_is_shown_and_identical(
     assert any(path.is_file() for path in store.rglob("*"))
 
     request.getfixturevalue("one_process")  # it was shown above that a new one answers
-    again = _demo(capsys, "--model", str(tiny), "--keep", str(store))
+    again = _demo(capsys, "--model", str(tiny), "--keep", str(store), "--max-new-tokens", "1")
     first = again["turns"][0]
     assert first["reused_tokens"] >= 0.9 * first["prompt_tokens"], "the kept store was not used"
     assert again["totals"]["identical"] is True
@@ -145,12 +145,12 @@ def test_a_signal_ends_the_process(tiny: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not list(tmp_path.glob("tierkv-demo-*/*")) and time.monotonic() < deadline:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=90)
 
     assert process.returncode == 130, err
     assert "Traceback" not in err
@@ -180,6 +180,21 @@ def test_a_model_that_will_not_do(
     message = capsys.readouterr().err
     assert expected in message
     assert "Traceback" not in message
+
+
+def test_a_store_that_cannot_be_kept_is_refused_before_a_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "find_model", None)
+    file = tmp_path / "notes"
+    file.write_text("mine")
+
+    for keep in (file, file / "deep" / "er"):
+        assert main(["demo", "--keep", str(keep)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert f"{str(file)!r} is no directory; name another one" in err
+    assert file.read_text() == "mine"
 
 
 def test_without_transformers_it_says_what_to_install() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tierkv.device.cpu import CpuDevice
 from tierkv.testing.accelerator import SimDevice
 from tierkv.testing.devices import DeviceTests
@@ -19,6 +21,7 @@ class TestCpu(DeviceTests):
         return CpuDevice()
 
 
+@pytest.mark.every_loop
 class TestSim(DeviceTests):
     def make(self) -> Device:
         return SimDevice("sim:7", delay=2e-4)

@@ -34,6 +34,7 @@ class TestOnTheFake(DeviceTests):
         return FakeCudaDevice()
 
 
+@pytest.mark.every_loop
 class TestOnTheFakeBatched(DeviceTests):
     def make(self) -> Device:
         return FakeCudaDevice(runtime=FakeRuntime())

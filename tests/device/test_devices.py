@@ -19,6 +19,8 @@ from tierkv.errors import BackendError, ConfigError, LayoutError
 from tierkv.registry import names, resolve
 from tierkv.testing.accelerator import POISON, SimDevice
 
+pytestmark = pytest.mark.every_loop
+
 
 class Somewhere(views.DenseView):
     """A view whose memory is on a device that is not here."""

@@ -79,6 +79,7 @@ async def test_a_fault_costs_loads_and_stores_and_nothing_else(kinds: str) -> No
         await engine.prefetch(session="a")
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", KINDS)
 async def test_a_fault_while_work_is_under_way(kinds: str) -> None:
     ids = kit.tokens(4)
@@ -97,12 +98,13 @@ async def test_a_fault_while_work_is_under_way(kinds: str) -> None:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(load()), group.create_task(store())]
-            await asyncio.sleep(0.02)
+            await kit.until(lambda: len(FakeEvent.held or ()) >= 2)
             assert not any(task.done() for task in tasks)
             FakeEvent.broken = FAULT
         assert [task.result() for task in tasks] == [0, 0]
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", KINDS)
 async def test_a_caller_that_is_cancelled_over_a_fault(kinds: str) -> None:
     ids = kit.tokens(4)
@@ -110,7 +112,7 @@ async def test_a_caller_that_is_cancelled_over_a_fault(kinds: str) -> None:
         kv = there(device, kit.Memory(session.space.layout, len(ids), seed=1))
         FakeEvent.held = []
         task = asyncio.get_running_loop().create_task(session.store(ids, kv.view))
-        await asyncio.sleep(0.02)
+        await kit.until(lambda: FakeEvent.held)
         task.cancel()
         await asyncio.sleep(0.02)
         assert not task.done(), "the device still reads the view"

@@ -18,7 +18,7 @@ from tierkv.testing.accelerator import SimDevice
 if TYPE_CHECKING:
     from tierkv.abc import Event
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 def pending() -> tuple[FakeCudaDevice, Event]:

@@ -50,7 +50,7 @@ class Rig:
 
     async def settle(self) -> None:
         """Wait until nothing is under way any more."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             calm = 0
             while calm < 2:  # what has just ended may have more to say in the next round
                 await asyncio.sleep(0 if calm else 0.001)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tierkv.session import Session
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 SPACE = kit.space()
 FRAME = 12 * 1024
 GUARD_S = 60  # nothing below takes as long, unless it hangs

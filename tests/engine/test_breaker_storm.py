@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.every_loop
 async def test_a_short_storm_harms_nobody(tmp_path: Path) -> None:
     report = await storm(tmp_path, seconds=1.0, share=0.2, seed=1)
     assert report.problems == []

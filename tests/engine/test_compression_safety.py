@@ -97,6 +97,7 @@ async def test_f038_a_reader_finishes_on_what_it_leased(kind: str, tmp_path: Pat
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_reader_that_comes_while_it_is_encoded_finds_the_old_one(
     kind: str, tmp_path: Path, gate: Gate
@@ -131,6 +132,7 @@ async def test_memory_lent_without_a_copy_stays_as_it_is(tmp_path: Path) -> None
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_forgotten_while_it_is_encoded_stays_forgotten(
     kind: str, tmp_path: Path, gate: Gate
@@ -151,6 +153,7 @@ async def test_what_is_forgotten_while_it_is_encoded_stays_forgotten(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kind", KINDS)
 async def test_c8_closing_while_one_is_encoded(kind: str, tmp_path: Path, gate: Gate) -> None:
     async with (
@@ -166,6 +169,7 @@ async def test_c8_closing_while_one_is_encoded(kind: str, tmp_path: Path, gate: 
     assert rig.engine.core.decisions.leases() == 0
 
 
+@pytest.mark.every_loop
 async def test_c1_a_cancelled_flush_leaves_the_conversion_alone(tmp_path: Path, gate: Gate) -> None:
     async with running("host", tmp_path, space=SPACE, compression=AFTER_50) as rig:
         async with rig.engine.session("a", fidelity="lossy") as session:
@@ -180,6 +184,7 @@ async def test_c1_a_cancelled_flush_leaves_the_conversion_alone(tmp_path: Path, 
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_flush_waits_for_what_is_being_copied_and_then_converts_it(tmp_path: Path) -> None:
     slow = Gated("write")
     async with running(
@@ -204,6 +209,7 @@ async def idle_but_copies(rig: Rig) -> None:
     await recoder.settled([])
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("slower", ["nvme", "file"])
 async def test_frames_that_shrink_while_they_wait_to_be_copied_are_copied(
     slower: str, tmp_path: Path
@@ -311,6 +317,7 @@ async def test_too_little_staging_memory_leaves_frames_as_they_are(tmp_path: Pat
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_staging_memory_that_does_not_come_back_holds_up_no_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +364,7 @@ async def test_a_device_that_fails_keeps_its_frames(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_c4_a_loop_that_fails_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ async def _readers(rig: Rig, stop: asyncio.Event, bad: list[str]) -> int:
     return loads
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kind", KINDS)
 async def test_k6_no_load_ever_misses_a_block_that_is_converted(kind: str, tmp_path: Path) -> None:
     bad: list[str] = []

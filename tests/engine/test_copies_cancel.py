@@ -195,7 +195,7 @@ async def test_a_burst_of_hits_does_not_fill_the_queue(tmp_path: Path) -> None:
         for _ in range(100):
             behind.promote(core.levels[1], parts, SPACE)
             assert behind.pending <= len(parts)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await rig.settle()
         assert core.decisions.entries(0) == 4
         await rig.at_rest()

@@ -271,7 +271,7 @@ async def test_closing_in_the_middle_gives_everything_back(piped: bool, tmp_path
         seen = gate.seen
         medium.pipe = medium.pipe if piped else None
         demotes = await demote(rig)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await gate.arrived(seen + 1)
         report = await rig.engine.aclose()
         assert report.unwritten == len(demotes)

@@ -15,6 +15,8 @@ from tierkv.mover.copies import Copy, CopyQueue
 from tierkv.mover.turns import Turn
 from tierkv.workers import Lane
 
+pytestmark = pytest.mark.every_loop
+
 
 def _copy(number: int, *, kind: str = "write", nbytes: int = 10, **more: Any) -> Copy:
     part = part_id(BlockKey(number.to_bytes(32, "little")), 0)

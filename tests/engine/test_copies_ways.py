@@ -219,7 +219,7 @@ async def test_closing_in_the_middle_of_a_copy_leaves_the_source(ways: str, tmp_
         await store(rig, 1)
         core = rig.engine.core
         demotes = await demote(rig)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await gate.arrived()
         state = core.decisions.state(demotes[0].part, core.clock())
         assert (state.tiers, state.pending) == ((0,), (1,))

@@ -162,6 +162,7 @@ async def test_a_throttled_tier_is_looked_at_again(tmp_path: Path) -> None:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_a_deadline_takes_what_fits(tmp_path: Path) -> None:
     clock = VirtualClock(100.0)
     throttle = Throttled(clock, 10 * FRAME)
@@ -287,6 +288,7 @@ async def test_a_batch_of_loads_is_weighed_too(tmp_path: Path) -> None:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_the_deadline_of_a_batch_of_loads_takes_what_fits_of_each(tmp_path: Path) -> None:
     clock = VirtualClock(100.0)
     throttle = Throttled(clock, 2 * FRAME)  # blocks a second
@@ -355,6 +357,7 @@ async def test_f076_repeated_matches_of_a_long_prompt_are_cheap(tmp_path: Path) 
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("layout", ["full", "state"])
 async def test_a_weighed_load_may_be_cancelled_at_each_step(layout: str, tmp_path: Path) -> None:
     space = kit.space(layout)

@@ -14,7 +14,7 @@ from tierkv.testing.faults import Slow
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 SPACE = kit.space()
 BLOCKS = 4
 

@@ -52,6 +52,7 @@ def test_only_a_torn_line_is_taken_away(torn: bytes, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == whole + b"c\n"
 
 
+@pytest.mark.every_loop
 async def test_two_engines_do_not_mix_their_logs(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     async with running("host", tmp_path, space=SPACE, decision_log=log):
@@ -62,6 +63,7 @@ async def test_two_engines_do_not_mix_their_logs(tmp_path: Path) -> None:
         pass  # the first one let go of it
 
 
+@pytest.mark.every_loop
 async def test_c8_a_log_on_a_disk_that_hangs_stops_neither_the_clock_nor_the_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def eventually(rig: DeviceRig, wanted: str, done: Any) -> None:
     """Wait until the background work has brought something about."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not done():
             await asyncio.sleep(0.002)
             await rig.settle()

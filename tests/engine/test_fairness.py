@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 import torch
 
@@ -89,12 +90,10 @@ def loop_time() -> Iterator[LoopTime]:
 
 
 @pytest.fixture
-def young_heap() -> Iterator[None]:
+def young_heap() -> None:
     """What the test runner and its libraries keep is not ours to walk through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 async def _explain(session: Session, ids: list[int]) -> int:
@@ -293,7 +292,7 @@ async def test_a_load_gets_staging_memory_before_a_queue_of_copies(tmp_path: Pat
 
         staging._try = noted  # type: ignore[method-assign]
         waiter = rig.engine.workers.spawn(staging.acquire, 64 * 1024)
-        await asyncio.sleep(0.005)
+        await anyio.wait_all_tasks_blocked()
         assert staging.waiting >= 2
         held.release()
         (await waiter.wait()).release()

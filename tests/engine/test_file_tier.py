@@ -238,6 +238,7 @@ async def test_k4_an_unusable_directory_is_an_error_at_open(tmp_path: Path) -> N
             pass
 
 
+@pytest.mark.every_loop
 async def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     """What one has stored the other finds when it opens; what one deletes is a miss for both."""
     async with running("file", tmp_path, space=SPACE) as first:

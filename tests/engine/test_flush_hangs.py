@@ -15,7 +15,7 @@ from tierkv.testing.faults import Hanging
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 SPACE = kit.space()
 
 

@@ -151,6 +151,7 @@ async def test_what_cannot_be_written_afterwards_is_skipped(tmp_path: Path) -> N
         assert back.same(memory(), tokens)
 
 
+@pytest.mark.every_loop
 async def test_blocks_that_have_gone_meanwhile_are_read_before_it_is_told(tmp_path: Path) -> None:
     async with (
         running("nvme", tmp_path, space=kit.space()) as rig,
@@ -211,6 +212,7 @@ async def test_each_store_of_a_batch_is_told(tmp_path: Path) -> None:
         assert told == ["a"]
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme"])
 async def test_cancelled_at_each_step_it_is_told_once_and_no_later(
     kinds: str, tmp_path: Path

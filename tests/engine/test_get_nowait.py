@@ -164,3 +164,48 @@ async def test_what_a_holder_saw_taken_back_is_freed_at_the_end(tmp_path: Path) 
             held.release()
             assert core.decisions.used(0) < used
         await rig.at_rest()
+
+
+@pytest.mark.every_loop
+@pytest.mark.parametrize("looked", [False, True])
+async def test_c2_nothing_is_lent_by_an_engine_that_is_closed(looked: bool, tmp_path: Path) -> None:
+    async with (
+        running("host", tmp_path, space=SPACE) as rig,
+        rig.engine.session("a") as session,
+    ):
+        await session.store(IDS, KV.view)
+        held = session.get_nowait(0)
+        assert held is not None
+        if looked:  # what it keeps for the next look is refused, too
+            assert same(held, 0)
+        await rig.engine.aclose()
+        for look in (
+            lambda: held.tensor(0, "k"),
+            lambda: held.tensor(9, "k"),
+            lambda: held.tokens,
+            held.verify,
+            lambda: session.get_nowait(0),
+        ):
+            with pytest.raises(ClosedError, match="engine is closed"):
+                look()
+        held.release()
+        held.release()
+        with pytest.raises(ClosedError, match="released"):
+            held.tensor(0, "k")
+
+
+@pytest.mark.every_loop
+async def test_c8_what_was_taken_back_can_be_released_after_closing(tmp_path: Path) -> None:
+    async with (
+        running("host", tmp_path, space=SPACE) as rig,
+        rig.engine.session("a") as session,
+    ):
+        await session.store(IDS, KV.view)
+        held = session.get_nowait(2)
+        assert held is not None
+        core = rig.engine.core
+        core.lost(held._part, 0, held._found[2], EvictReason.FAILED)
+        await rig.engine.aclose()
+        held.release()  # which frees its bytes at last
+        assert core.decisions.leases() == 0
+        core.decisions.check()

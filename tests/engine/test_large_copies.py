@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.engine.rig import Rig
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 BLOCKS = 8
 SPACE = Space(tierkv.Identity("big", "rev1"), Layout.uniform(8, 8, 64, "float32"), block_tokens=32)
 """A block takes 1 MiB."""

@@ -37,6 +37,7 @@ def _spy(backend: Backend, before: object) -> list[int]:
     return calls
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("layout", ["full", "sliding"])
 async def test_each_layer_is_read_only_once_the_consumer_is_there(
     layout: str, tmp_path: Path
@@ -61,7 +62,7 @@ async def test_each_layer_is_read_only_once_the_consumer_is_there(
         await session.store(ids, kv.view)
         gate = True
         back = kit.Memory(space.layout, 64)
-        async with asyncio.timeout(20), session.match(ids) as match:
+        async with asyncio.timeout(60), session.match(ids) as match:
             layers = match.layers(into=back.view)
             count = sum(len(g.layers) for g in space.layout.groups)
             for number in range(count):
@@ -103,7 +104,7 @@ async def test_a_failing_layer_raises_load_incomplete_and_is_a_miss_afterwards(
             assert caught.value.layer == 1
         async with session.match(ids) as match:
             assert match.tokens < 64
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while engine.stats().staging_used:  # noqa: ASYNC110 - of layers that were read ahead
                 await asyncio.sleep(0.001)
         assert engine.stats().leases == 0

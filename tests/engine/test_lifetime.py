@@ -21,6 +21,7 @@ from tests.engine.rig import COMBINATIONS, Rig, is_durable, load, running, wrap
 from tierkv.errors import BackendError, ClosedError, ConfigError
 from tierkv.testing.faults import Failing, Gated, Slow
 
+KINDS = kit.on_every_loop(COMBINATIONS, "host", "host+nvme", "device+file")
 ROOT = Path(__file__).parents[2]
 SPACE = kit.space()
 IDS = kit.tokens(4)
@@ -103,6 +104,7 @@ def test_an_engine_that_is_forgotten_says_so() -> None:
     assert any("never closed" in str(w.message) for w in caught)
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_f056_closing_drains_the_queue(tmp_path: Path) -> None:
     slow = Slow(0.02, "write")
@@ -118,6 +120,7 @@ async def test_f056_closing_drains_the_queue(tmp_path: Path) -> None:
                 assert (await load(session, kit.tokens(4, seed=seed)))[0] == 64
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_f056_what_closing_drops_is_counted(tmp_path: Path) -> None:
     gate = Gated("write")
@@ -152,6 +155,7 @@ async def _both(engine: tierkv.Engine) -> list[tierkv.engine.CloseReport]:
     return reports
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_a_start_that_fails_leaves_nothing_behind(
     tmp_path: Path, no_fd_leaks: None, no_thread_leaks: None, no_task_leaks: None
@@ -173,6 +177,7 @@ async def test_a_start_that_fails_leaves_nothing_behind(
             pass
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_one_root_has_one_owner(tmp_path: Path) -> None:
     async with running("nvme", tmp_path, space=SPACE):
@@ -182,7 +187,7 @@ async def test_one_root_has_one_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kinds", COMBINATIONS)
+@pytest.mark.parametrize("kinds", KINDS)
 async def test_a_whole_turn_never_blocks_the_loop(
     kinds: str, tmp_path: Path, no_blocking: None
 ) -> None:
@@ -210,6 +215,7 @@ async def test_a_whole_turn_never_blocks_the_loop(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_two_spaces_share_an_engine(tmp_path: Path) -> None:
     names = ["full", "sliding", "latent", "state", "mixed"]
@@ -234,6 +240,7 @@ async def test_two_spaces_share_an_engine(tmp_path: Path) -> None:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_f051_destroy_while_it_is_loaded_and_prefetched(tmp_path: Path) -> None:
     gate = Gated("read")
@@ -258,6 +265,7 @@ async def test_f051_destroy_while_it_is_loaded_and_prefetched(tmp_path: Path) ->
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_f050_a_session_is_opened_again_while_it_is_flushed(tmp_path: Path) -> None:
     gate = Gated("write")
@@ -266,7 +274,7 @@ async def test_f050_a_session_is_opened_again_while_it_is_flushed(tmp_path: Path
             await session.store(IDS, KV.view)
             flush = rig.engine.workers.spawn(session.flush)
             await gate.arrived()
-        async with asyncio.timeout(5), rig.engine.session("a") as again:
+        async with asyncio.timeout(30), rig.engine.session("a") as again:
             assert (await load(again, IDS))[0] == 64
             assert (await again.store(IDS, KV.view)).present == 4
         gate.open_gate()
@@ -274,6 +282,7 @@ async def test_f050_a_session_is_opened_again_while_it_is_flushed(tmp_path: Path
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.anyio
 async def test_a_broken_worker_comes_back(tmp_path: Path, caplog: Any) -> None:
     """An observer or backend that raises where it must not costs a restart, no more."""
@@ -306,7 +315,7 @@ async def test_a_broken_worker_comes_back(tmp_path: Path, caplog: Any) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kinds", COMBINATIONS)
+@pytest.mark.parametrize("kinds", KINDS)
 async def test_no_run_reuses_a_generation_of_an_earlier_one(kinds: str, tmp_path: Path) -> None:
     """Else a frame left by a crash, its record lost, could pass for the one stored after it."""
     highest = 0

@@ -29,6 +29,7 @@ PAYLOAD = 2 * 2 * 8 * 64 * 4 * 16
 """Bytes of KV of one block of BIG; its frame has one page more."""
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize(
     ("kinds", "copies", "hops"), [("host", 1, 1), ("nvme", 2, 2), ("host+nvme", 2, 3)]
 )
@@ -75,6 +76,7 @@ async def test_copies_of_a_layer_wise_load(kinds: str, tmp_path: Path) -> None:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_a_small_load_from_ram_takes_no_hop_and_no_job() -> None:
     space = kit.space()
     ids = kit.tokens(4)

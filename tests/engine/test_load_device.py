@@ -126,6 +126,7 @@ async def test_the_callers_own_work_comes_first(
         assert back.same(kv, len(ids))
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", KINDS)
 async def test_cancelled_at_each_step_nothing_is_written_afterwards(
     kinds: str, tmp_path: Path
@@ -226,6 +227,7 @@ async def test_a_device_that_refuses_work_is_a_miss(
     assert "refused" in caplog.text
 
 
+@pytest.mark.every_loop
 async def test_a_deadline_reports_what_is_in_place(tmp_path: Path) -> None:
     space = kit.space()
     ids = kit.tokens(BLOCKS)
@@ -242,7 +244,7 @@ async def test_a_deadline_reports_what_is_in_place(tmp_path: Path) -> None:
             assert (result.tokens, result.reason) == (0, MissReason.DEADLINE)
             assert with_prefix.untouched()
             gate.open_gate()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 assert (await load(session, ids))[0] == len(ids)
         await rig.at_rest()
 

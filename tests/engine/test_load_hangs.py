@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import kit
 from tests.backends.test_device_hangs import Silent, _Stuck
 from tests.engine.device_rig import loaded, make_tiers, on_device, stored
 
@@ -36,7 +37,7 @@ async def test_c8_a_cancelled_caller_gets_away_once_the_engine_gave_up(
         setattr(device, stream, _Stuck())
         loop = asyncio.get_running_loop()
         call = loop.create_task(loaded(rig, 1) if stream == "loads" else stored(rig, 2))
-        await asyncio.sleep(0.05)
+        await kit.until(lambda: device.asked)
         call.cancel()
         await asyncio.sleep(0.05)
         assert not call.done(), "the device may still touch the caller's memory"

@@ -190,6 +190,7 @@ async def test_a_block_of_another_chain_is_left_to_others(seen: _Seen, tmp_path:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_wherever_it_is_cancelled_nothing_is_written_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ async def test_a_frame_that_the_device_cannot_verify_is_read_like_any_other(
         await rig.clean()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("layerwise", [False, True])
 async def test_cancelled_at_each_step_frames_stay_until_the_copies_ran(
     layerwise: bool, tmp_path: Path

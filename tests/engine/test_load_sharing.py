@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tierkv.layout import Space
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 FRAME = 12 * 1024
 
 
@@ -53,7 +53,7 @@ async def test_no_circle_of_loads_that_hold_shared_frames_and_wait_for_more(
                 assert tokens == 64
                 assert back.same(kv, 64)
 
-        async with asyncio.timeout(20), anyio.create_task_group() as group:
+        async with asyncio.timeout(60), anyio.create_task_group() as group:
             for number, ids in enumerate(documents):
                 group.start_soon(one, f"first-{number}", ids)
             await gate.arrived(4)
@@ -146,7 +146,7 @@ async def test_the_engine_closes_over_loads_that_share(tmp_path: Path) -> None:
             session = await rig.engine.session(f"r{number}").__aenter__()
             jobs.append(rig.engine.workers.spawn(load, session, ids))
         await gate.arrived(1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await rig.engine.aclose()
             for job in jobs:
                 with pytest.raises(ClosedError):
@@ -165,7 +165,7 @@ async def test_p3_loads_and_stores_do_not_wait_for_memory_that_another_tier_hold
         held = core.staging.acquire_nowait(core.staging.limit)
         assert held is not None
         core.levels[1].stalled.set()  # as if reads of the second tier held all of it
-        async with rig.engine.session("a") as session, asyncio.timeout(20):
+        async with rig.engine.session("a") as session, asyncio.timeout(60):
             async with session.match(ids) as match:
                 loaded = await match.load(into=kit.Memory(space.layout, 64).view)
             assert (loaded.tokens, loaded.reason) == (0, MissReason.FAILED)

@@ -20,7 +20,7 @@ from tierkv.testing.faults import Gated
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 SPACE = kit.space()
 IDS = kit.tokens(6)
 KV = kit.Memory(SPACE.layout, 96, seed=1)
@@ -30,7 +30,7 @@ async def test_a_fetch_that_cannot_even_begin_keeps_nobody_waiting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running("host+nvme", tmp_path, space=SPACE) as rig:
-        async with rig.engine.session("a") as session, asyncio.timeout(5):
+        async with rig.engine.session("a") as session, asyncio.timeout(30):
             await session.store(IDS, KV.view)
             await session.flush()
             rig.cool()

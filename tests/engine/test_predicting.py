@@ -108,6 +108,7 @@ async def test_a_load_at_once_owes_nothing_to_a_prefetch(tmp_path: Path) -> None
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_who_asks_while_it_is_on_its_way_is_early(tmp_path: Path) -> None:
     gate = Gated("read")
     async with running("host+nvme", tmp_path, space=SPACE, faults={"nvme": [gate]}) as rig:
@@ -305,6 +306,7 @@ async def test_a_recorded_run_is_replayed_byte_for_byte(tmp_path: Path) -> None:
     assert list(replay(lines, decisions)) == lines
 
 
+@pytest.mark.every_loop
 async def test_f051_a_session_may_go_while_it_is_prefetched(tmp_path: Path) -> None:
     gate = Gated("read")
     async with running(

@@ -94,6 +94,7 @@ async def _cold_and_hot(rig: Rig) -> tuple[list[int], list[int]]:
     return both
 
 
+@pytest.mark.every_loop
 async def test_a_load_that_joins_a_prefetch_gets_its_bytes(tmp_path: Path) -> None:
     gate = Gated("read")
     async with running("host+nvme", tmp_path, space=SPACE, faults={"nvme": [gate]}) as rig:

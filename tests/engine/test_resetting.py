@@ -16,7 +16,7 @@ from tierkv.testing.faults import Gated
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 IDS = kit.tokens(8)
 
 

@@ -132,7 +132,7 @@ async def test_host_memory_goes_to_a_device_tier_folded(tmp_path: Path) -> None:
         assert back.same(kv, tokens)
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("codec", ["raw", pytest.param("zstd", marks=pytest.mark.every_loop)])
 @pytest.mark.parametrize("kinds", ["host", "nvme", "device"])
 async def test_cancelled_at_each_step(
     kinds: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def _wide(blocks: int) -> tuple[Space, list[int], kit.Memory]:
     return space, ids, kit.Memory(layout, len(ids), seed=3)
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme", "device"])
 async def test_batches_overlap_and_come_in_order(
     kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +98,7 @@ async def test_batches_overlap_and_come_in_order(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_a_batch_is_copied_while_the_one_before_it_is_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ async def test_the_caller_may_say_what_to_wait_for(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme", "device"])
 async def test_closing_the_engine_ends_a_store_that_waits_for_the_device(
     kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +197,7 @@ async def test_closing_the_engine_ends_a_store_that_waits_for_the_device(
     ends: list[BaseException | None] = []
     async with simulated(kinds, tmp_path, monkeypatch, space=space) as (rig, device):
         busy = threading.Event()
-        device.compute.submit(lambda: bool(busy.wait(20)))
+        device.compute.submit(lambda: bool(busy.wait(60)))
 
         async def store() -> None:
             try:
@@ -207,7 +210,7 @@ async def test_closing_the_engine_ends_a_store_that_waits_for_the_device(
 
         async with asyncio.timeout(30), anyio.create_task_group() as group:
             group.start_soon(store)
-            await asyncio.sleep(0.02)
+            await kit.until(lambda: device.counters.stored_bytes)  # submitted, and not yet run
             group.start_soon(rig.engine.aclose)
             await asyncio.sleep(0.02)
             assert ends == []

@@ -74,6 +74,7 @@ async def test_it_equals_a_store(kinds: str, layout: str, tmp_path: Path) -> Non
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("kinds", ["host", "nvme", "device", "device+host"])
 async def test_on_a_device_late_layers_are_waited_for(
@@ -97,6 +98,7 @@ async def test_on_a_device_late_layers_are_waited_for(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_copies_are_submitted_while_the_model_computes(tmp_path: Path) -> None:
     """Each call submits that layer and returns: no copy can have run, the model is at layer 0."""
     space = kit.space()
@@ -125,6 +127,7 @@ async def test_copies_are_submitted_while_the_model_computes(tmp_path: Path) -> 
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_nothing_is_visible_before_the_end_and_others_do_not_wait(tmp_path: Path) -> None:
     space = kit.space()
     ids = kit.tokens(4)
@@ -135,7 +138,7 @@ async def test_nothing_is_visible_before_the_end_and_others_do_not_wait(tmp_path
                 await saver.layer(0)
                 async with b.match(ids) as match:
                     assert match.tokens == 0
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     other = await b.store(ids, kv.view)
                 assert {x.reason for x in other.blocks} == {SkipReason.IN_FLIGHT}
                 await saver.layer(1)
@@ -180,6 +183,7 @@ async def test_a_missing_layer_stores_nothing_and_is_named(kinds: str, tmp_path:
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme"])
 async def test_an_exception_of_the_model_wins(kinds: str, tmp_path: Path) -> None:
     space = kit.space()
@@ -192,7 +196,7 @@ async def test_an_exception_of_the_model_wins(kinds: str, tmp_path: Path) -> Non
                     await saver.layer(0)
                     raise ZeroDivisionError
             assert (await load(session, ids))[0] == 0
-            async with asyncio.timeout(5), session.match(ids):
+            async with asyncio.timeout(30), session.match(ids):
                 pass  # the turn was given back
         await rig.at_rest()
 
@@ -245,6 +249,7 @@ async def test_what_has_no_memory_is_gathered_at_the_end(
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 async def test_staging_is_left_for_a_load_inside_the_block(tmp_path: Path) -> None:
     """Stores that take staging memory for as long as a model computes leave a window of it."""
     space = kit.space()
@@ -258,11 +263,11 @@ async def test_staging_is_left_for_a_load_inside_the_block(tmp_path: Path) -> No
                 kv = kit.Memory(space.layout, len(ids), seed=number)
                 session = await rig.engine.session(f"s{number}").__aenter__()
                 savers.append((await session.store_layers(ids, kv.view).__aenter__(), session))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 tokens, back = await load(reader, old)
             assert tokens == len(old)
             assert back.same(kv_old, tokens)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 for saver, session in savers:
                     for layer in range(3):
                         await saver.layer(layer)
@@ -273,6 +278,7 @@ async def test_staging_is_left_for_a_load_inside_the_block(tmp_path: Path) -> No
         await rig.at_rest()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme"])
 async def test_cancelled_at_each_step(kinds: str, tmp_path: Path) -> None:
     space = kit.space()
@@ -280,6 +286,7 @@ async def test_cancelled_at_each_step(kinds: str, tmp_path: Path) -> None:
         await _cancelled(rig, space, None)
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("kinds", ["host", "nvme", "device"])
 async def test_cancelled_at_each_step_on_a_device(
     kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -351,6 +358,7 @@ async def test_a_lossy_load_inside_the_block_makes_what_is_stored_derived(tmp_pa
         assert [state.exact for state in states] == [True, True, False, False]
 
 
+@pytest.mark.every_loop
 async def test_closing_the_engine_inside_the_block(tmp_path: Path) -> None:
     space = kit.space()
     ids = kit.tokens(4)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 SPACE = kit.space()
 FRAME = 12 * 1024
 SESSIONS, BLOCKS = 64, 32
-OPERATIONS = int(5000 * float(os.environ.get("TIERKV_SCALE", "0.1")))
+OPERATIONS = int(5000 * float(os.environ.get("TIERKV_SCALE", "0.05")))
 
 
 @pytest.fixture(params=["asyncio"])

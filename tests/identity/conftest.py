@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +49,11 @@ class Lab:
         self.name = name
         self.model, self.tokenizer = tests.models.load_model(name)
         self.block_bytes = layout_of(probe_layers(self.model)).raw_bytes(64)
+
+    @cached_property
+    def told(self) -> tuple[Memory, list[int]]:
+        """A prompt of 140 tokens with its reply, computed once; copy before use."""
+        return self.remember(self.prompt(140))
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
         """Exactly ``tokens`` ids of text; different for each seed from the first words on."""
@@ -120,5 +126,5 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 
 @pytest.fixture(scope="session")
 def told(lab: Lab) -> tuple[Memory, list[int]]:
-    """A prompt of 140 tokens with its reply, computed once for each model; copy before use."""
-    return lab.remember(lab.prompt(140))
+    """What this model said; copy before use."""
+    return lab.told

@@ -16,7 +16,7 @@ from tests.replay.test_logs import live
 from tests.traces import samples
 from tierkv.cli import main
 from tierkv.replay import Setup, belady, replay
-from tierkv.traces import open_trace, write_trace
+from tierkv.traces import Trace, TraceHeader, open_trace, write_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,7 +112,23 @@ def test_root_first_and_a_model_of_ones_own(path: Path, capsys: pytest.CaptureFi
         (("replay",), 2, "name a trace file"),
         (("replay", "FILE"), 2, "--capacity-blocks or --capacity"),
         (("replay", "FILE", "--capacity-blocks", "some"), 2, "numbers or 'inf'"),
-        (("replay", "FILE", "--capacity", "8XB"), 2, "not a size"),
+        (("replay", "FILE", "--capacity", "8XB"), 2, "--capacity: not a size"),
+        (("replay", "FILE", "--capacity", "nan"), 2, "--capacity: not a size"),
+        (("replay", "FILE", "--capacity", "-1GiB"), 2, "--capacity: not a size"),
+        (("replay", "FILE", "--capacity-blocks", "9", "--bandwidth", "nan"), 2, "--bandwidth"),
+        (("replay", "FILE", "--capacity-blocks", "9", "--bandwidth", "0"), 2, "positive bandw"),
+        (("replay", "FILE", "--capacity-blocks", "9", "--prefill", "nan"), 2, "--prefill"),
+        (("replay", "FILE", "--capacity-blocks", "9", "--config", "x"), 2, "give --decision-log"),
+        (("replay", "FILE", "--decision-log", "FILE"), 2, "drop FILE"),
+        (("replay", "--decision-log", "FILE", "--policy", "lrfu"), 2, "drop --policy"),
+        (("replay", "--decision-log", "FILE"), 2, "trace.jsonl.zst: this is no decision log"),
+        (("replay", "EMPTY", "--capacity-blocks", "9"), 2, "no requests in the trace"),
+        (("trace", "info", "FILE", "--bytes-per-token", "nan"), 2, "--bytes-per-token: not a"),
+        (("trace", "info", "FILE", "--bytes-per-token", "0"), 1, "a token cannot have 0 bytes"),
+        (("trace", "info", "FOLDER"), 2, "Is a directory"),
+        (("trace", "convert", "FILE", "FOLDER"), 2, "Is a directory"),
+        (("trace", "record", "FOLDER", "--", "true"), 2, "is a directory; name a file"),
+        (("trace", "record", "/nowhere/a", "--", "true"), 2, "there is no directory"),
         (("replay", "FILE", "--capacity-blocks", "9", "--policy", "nonsense"), 2, "nonsense"),
         (("replay", "nowhere", "--capacity-blocks", "9"), 2, "nowhere: cannot be read"),
         (("replay", "FILE", "--capacity", "8MiB,1B"), 2, "holds no block"),
@@ -126,8 +142,21 @@ def test_root_first_and_a_model_of_ones_own(path: Path, capsys: pytest.CaptureFi
 def test_what_cannot_be_done_is_told(
     args: tuple[str, ...], code: int, why: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(path) if word == "FILE" else word for word in args]) == code
-    assert why in capsys.readouterr().err
+    empty, folder = path.with_name("empty"), path.with_name("folder")
+    write_trace(str(empty), Trace.of(TraceHeader(16), []))
+    folder.mkdir()
+    names = {"FILE": path, "EMPTY": empty, "FOLDER": folder}
+    before = {p: p.stat().st_mtime_ns for p in path.parent.iterdir()}
+    assert main([str(names.get(word, word)) for word in args]) == code
+    out, err = capsys.readouterr()
+    assert why in err
+    assert out == ""
+    assert {p: p.stat().st_mtime_ns for p in path.parent.iterdir()} == before, "half written"
+
+
+def test_a_trace_of_before_is_no_recording(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "record", str(path), "--", "true"]) == 1
+    assert "no engine recorded" in capsys.readouterr().err
 
 
 def test_a_torn_trace_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

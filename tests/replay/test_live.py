@@ -106,6 +106,7 @@ async def test_a_trace_that_cannot_be_written_is_told_at_start(tmp_path: Path) -
         pass
 
 
+@pytest.mark.every_loop
 async def test_a_running_engine_writes_its_trace_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

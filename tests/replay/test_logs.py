@@ -85,6 +85,8 @@ def test_another_configuration_and_damage_are_refused() -> None:
             replay_log([bad])
     with pytest.raises(ConfigError, match="unknown name 'secret'"):
         replay_log([lines[0].replace(b'"lru"', b'"secret"')])
+    with pytest.raises(ConfigError, match="unknown operation"):
+        replay_log([lines[0], b'{"op":null,"now":0,"args":[]}\n'])
     make = partial(replay_log, [*lines[:5], b"torn"])
     with pytest.raises(ConfigError, match="line 6 is not one of a decision log"):
         make()

@@ -9,7 +9,11 @@ import pytest
 
 from tierkv.testing import CancelStep, cancel_at_each_step
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_leaks")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.every_loop,
+    pytest.mark.usefixtures("no_task_leaks"),
+]
 
 
 class Pair:
