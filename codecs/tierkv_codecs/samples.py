@@ -177,7 +177,7 @@ def _centering(plane: _Array) -> tuple[Any, ...]:
 
 def _restoring() -> tuple[Any, ...]:
     rest, _, _, base, _ = _centering(_bytes(10, 301))
-    return rest, 4, 24, _bytes(*base.shape, seed=2), _room("u1", 10, 301)
+    return rest, 4, 24, _read(_bytes(*base.shape, seed=2)), _room("u1", 10, 301)
 
 
 def _terms() -> _Array:

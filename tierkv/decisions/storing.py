@@ -113,12 +113,12 @@ class Storer:
             if source is None:
                 self._publish(row, item, clock, drops, now)  # it is pending: the row stays
             index.pending[row] &= ~bit
-            if source is not None and index.resident[row]:
-                if index.generation[row] != generation:
-                    drops.append(self._outdated(slot, tier, nbytes))
-                    continue
-            else:
+            if source is None:
                 index.generation[row] = generation
+            elif index.generation[row] != generation:
+                # also where the newer one is gone already: what is known of the part is about it
+                drops.append(self._outdated(slot, tier, nbytes))
+                continue
             tenant = index.tenant[row]
             if tenant != owner:
                 if copies:
