@@ -110,9 +110,11 @@ def test_f006_a_request_of_another_era_finds_nothing() -> None:
         assert rig.load("e", prompt(48), facts=facts)[1].tokens == 48
 
 
-def test_many_resets_leave_no_sessions_of_eras_that_are_over() -> None:
+@pytest.mark.parametrize("made_by", ["application", "request"])
+def test_many_resets_leave_no_sessions_of_eras_that_are_over(made_by: str) -> None:
     with RankRig() as rig:
-        rig.manager.create_session("chat")
+        if made_by == "application":
+            rig.manager.create_session("chat")
         for turn in range(5):
             free = {group: list(pages) for group, pages in rig.free.items()}
             _turn(rig, "a", 16, b"era-%d" % turn)
@@ -123,6 +125,11 @@ def test_many_resets_leave_no_sessions_of_eras_that_are_over() -> None:
             rig.rank.poll()
             rig.manager.flush()  # behind the reset on the engine's loop
             rig.free = free
+        rig.manager.clear_session("chat")  # in no space that is over: that would begin it there
+        assert _engine_sessions(rig) == []
+        _turn(rig, "last", 16, b"era-5")
+        assert [len(kept.handles) for kept in rig.rank._side._named.values()] in ([], [1])
+        assert [(i.id, i.tokens) for i in rig.manager.sessions()] == [("chat", 16)]
 
 
 def test_the_speed_of_prefill_is_learned_in_the_era_of_now() -> None:

@@ -118,6 +118,22 @@ def test_what_has_fallen_short_for_long_is_lost(transfers: Transfers, *, retried
     assert transfers.lost(1e9, 30.0) is None
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"), [("damaged", "memory errors"), ("removed", "was reset"), ("failed", "")]
+)
+def test_what_is_lost_tells_what_to_look_for(
+    transfers: Transfers, reason: str, advice: str
+) -> None:
+    transfers.ordered(load(1, 16), [])
+    transfers.announced([], [1], 0.0)
+    while transfers.ended([ended(1, 8)._replace(reason=reason)], 0.0):
+        pass
+    found = transfers.lost(30.0, 30.0)
+    assert found is not None
+    assert advice in found
+    assert found.endswith("another copy") == (not advice)
+
+
 def test_an_announced_load_that_no_step_orders_is_lost_in_the_end(transfers: Transfers) -> None:
     transfers.announced([], [1, 2], 10.0)
     assert transfers.lost(39.0, 30.0) is None

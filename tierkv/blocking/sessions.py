@@ -14,6 +14,7 @@ from tierkv.session import SessionInfo
 from tierkv.units import parse_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from tierkv.blocking.elsewhere import Elsewhere
@@ -72,6 +73,17 @@ class NamedSessions(Lifetime):
             return bound[0]
         many = f"{len(bound)} spaces are" if bound else "no space is"
         raise ConfigError(f"{many} bound to this manager: attach a model, or name space=")
+
+    def leave(self, spaces: Iterable[Space]) -> None:
+        """Forget all sessions in spaces that are over, for adapters: on the engine's loop only.
+
+        Their names stay, and what they have in other spaces.
+        """
+        gone = list(spaces)
+        for entry in self._names.all():
+            for space in gone:
+                if entry.spaces.pop(space.fingerprint, None) is not None:
+                    self.engine.forget_session(entry.name, tenant=entry.tenant, space=space)
 
     # ------------------------------------------------------------------ sessions
 

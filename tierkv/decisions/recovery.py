@@ -55,7 +55,10 @@ def recover(
             drops += _replace(at, row, tier, stored.generation, now)
         at.clock += 1
         index.generation[row] = stored.generation
-        index.flags[row] = (index.flags[row] & ~EXACT) | (EXACT if stored.exact else 0)
+        # several processes that share a medium number for themselves: where copies of one number
+        # are not of one kind, none of them passes for exact
+        exact = stored.exact and (not index.resident[row] or index.flags[row] & EXACT)
+        index.flags[row] = (index.flags[row] & ~EXACT) | (EXACT if exact else 0)
         index.touched[row] = at.clock
         index.expiry[row] = expiry
         if expiry < inf:

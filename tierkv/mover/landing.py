@@ -265,6 +265,10 @@ class Landing:
                 item.news.append((part.found.tier, stored_part(part.header)))
             if not part.raw or part.header.fidelity != "exact":  # raw frames lose nothing
                 item.derived = item.derived or derivation(part.header)
+                if item.derived and plan.exact:  # not what it was looked up as
+                    item.bad = part
+                    plan.progress.spilled |= here
+                    return False
         return True
 
     @staticmethod

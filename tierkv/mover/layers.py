@@ -268,6 +268,8 @@ class LayerLoad:
                 found = part.found
                 source.header = examine(part, plan.space, plan.root, only)
                 plan.progress.derived = plan.progress.derived or derivation(source.header)
+                if plan.exact and plan.progress.derived:
+                    return found  # not what it was looked up as
             parts = [part for _, part in ready]
             if self._away:
                 return None if coded_bytes(parts, only) else self._send(layer, parts, None, sent)

@@ -78,6 +78,7 @@ class LoadPlan:
         lease: The lease on its parts.
         view: Where the KV goes.
         first: First block to load: those before it are in place already.
+        exact: Whether frames that are not exact are refused, whatever the lookup took them for.
         progress: How far it got.
         target: The view and its device; set by :meth:`aim`.
         in_place: Whether reads may go straight into the view; None: not found out yet.
@@ -90,6 +91,7 @@ class LoadPlan:
     lease: Lease
     view: View
     first: int = 0
+    exact: bool = False
     progress: Progress = field(default_factory=Progress)
     target: Target = field(init=False)
     in_place: bool | None = None

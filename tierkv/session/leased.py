@@ -80,6 +80,7 @@ class LeasedPrefix:
         self._part: tuple[Found, Lease] | None = None  # what of that is worth it, if not all is
         self._also: list[Lease] = []
         self._layers: list[LayerLoad] = []
+        self._afresh = False  # whether the next load is the first into memory that holds nothing
 
     def __repr__(self) -> str:
         state = "open" if self._open else "closed"
@@ -95,10 +96,10 @@ class LeasedPrefix:
         await session.begin_turn()
         try:
             chain, shared = await follow(session, self._ids, self._media)
-            session.lineage = self._behind()
             self._keys, tokens = with_tail(session, chain, self._first)
             query = make_query(session, self._keys, tokens, start=self._first)
             self._take(await find(core, query))
+            session.lineage = self._behind()
             if core.decisions.costs.speed(session.space.fingerprint):
                 await self.weigh(first=self._first)
             session.check_open()  # another task may have left it meanwhile
@@ -148,12 +149,23 @@ class LeasedPrefix:
     def _behind(self) -> list[Progress]:
         """What is known of how the KV came about that is in place already."""
         session = self._session
-        if not self._first:
-            return []  # there is none: what is not loaded now is computed anew
-        known = next((load for load in session.behind if load.derived), None)
-        if known is None and session.lossy:
-            known = Progress(derived=UNKNOWN)
-        return [] if known is None else [known]
+        self._afresh = not (self._first or session.matches)
+        if self._afresh and not self.tokens:
+            return []  # there is none: all of it is computed anew
+        # until something is loaded, the caller may go on with what is in place, and only look
+        known = list(session.behind)
+        if not session.matches:  # those loads are over
+            known = [load for load in known if load.derived][:1]
+        if self._first and session.lossy and not any(load.derived for load in known):
+            known.append(Progress(derived=UNKNOWN))
+        return known
+
+    def note(self, load: Progress) -> None:
+        """Note a load: what was in place before is over, unless it is that of another match."""
+        if self._afresh:
+            self._session.lineage = []
+            self._afresh = False
+        self._session.lineage.append(load)
 
     def _take(self, found: Found) -> None:
         self._found = found

@@ -90,10 +90,11 @@ class Match(LeasedPrefix):
                 )
             found, lease = self._found, self._lease
         found = session.runtime.prefetcher.demanded(behind(found, first), lossy=session.lossy)
-        plan = LoadPlan(state.space, state.root, self._keys, found, lease, into, first)
+        exact = not session.lossy
+        plan = LoadPlan(state.space, state.root, self._keys, found, lease, into, first, exact)
         if first and session.lossy:
             plan.progress.derived = UNKNOWN  # nobody tells how the KV before it came about
-        session.lineage.append(plan.progress)
+        self.note(plan.progress)
         return plan
 
     async def load(

@@ -159,7 +159,10 @@ class Held:
     def _read(self) -> Header:
         """Its header, read with every check."""
         frame, state = self._frame(), self._state
-        return open_frame(frame, state.space, self._part, self._found[2], state.root)
+        header = open_frame(frame, state.space, self._part, self._found[2], state.root)
+        if header.fidelity != "exact":
+            raise IntegrityError("the block's KV is not exact; treat it as missing")
+        return header
 
 
 def get_nowait(session: Handle, block: int, group: int = 0) -> Held | None:

@@ -12,6 +12,8 @@ from tierkv.config import engine_chains
 from tierkv.decisions.types import MissReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
+from tierkv.mover.load import Progress
+from tierkv.session.leased import UNKNOWN
 from tierkv.session.saving import source_of
 from tierkv.workers import Signal
 from tierkv_adapters.serving.hinted import HintSide
@@ -75,6 +77,7 @@ class EngineSide:
         self.hints = HintSide(manager, self._fidelity, counters)
         self._named: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # tenant, name
         self._passing: dict[bytes, Space] = {}  # spaces of eras: gone with the next reset
+        self._tainted = False  # whether pages may hold lossy KV, for requests to come, too
         self._carried = 0  # jobs that this side is at
         self._quiet = Signal()  # replaced by who waits until there are none
         self._renewal: Signal | None = None  # the last one ordered; set once it is over
@@ -180,20 +183,19 @@ class EngineSide:
                 await self._quiet.wait()
             await self.hints.close()  # what is held would stay
             await self._manager.areset()
-            await self._leave_eras()
+            self._leave_eras()
         finally:
             if self._renewal is over:
                 self._renewal = None
             over.set()
 
-    async def _leave_eras(self) -> None:
+    def _leave_eras(self) -> None:
         """Forget the named sessions in the spaces of eras that are over: they come no more."""
         spaces, self._passing = self._passing, {}
-        if not spaces:
-            return
-        for info in await self._manager.asessions():
-            for space in spaces.values():
-                self._manager.engine.forget_session(info.id, tenant=info.tenant, space=space)
+        self._manager.leave(spaces.values())
+        for kept in self._named.values():
+            for fingerprint in spaces:
+                kept.handles.pop(fingerprint, None)
 
     # ------------------------------------------------------------------ jobs
 
@@ -253,6 +255,8 @@ class EngineSide:
                 if match.tokens == job.stop:
                     raise
                 return Outcome(job.start, _value(match.reason) or _UNBACKED)
+            finally:
+                self._tainted |= bool(handle.derived)
             return self._loaded(job, loaded, match.tokens, _value(match.reason))
 
     def _loaded(self, job: Job, loaded: LoadResult, matched: int, why: str | None) -> Outcome:
@@ -291,8 +295,10 @@ class EngineSide:
             if not view.holds_states():
                 # what is behind the next state that is stored takes these blocks along
                 return Outcome(job.start, _UNBACKED)
-            if handle.lossy and job.start and not handle.lineage:
-                await self._confess(handle, job)
+            if handle.lossy and (job.start or self._tainted) and not handle.derived:
+                # nobody knows how the KV came about that another request left in these pages: what
+                # was computed behind lossy copies is derived, and must not pass for exact
+                handle.lineage = [Progress(derived=UNKNOWN)]
             result = await handle.store(
                 job.tokens,
                 view,
@@ -306,16 +312,6 @@ class EngineSide:
         outcome = self._saved(job, result)
         self.hints.stored(job.request.id, job.tokens, outcome.tokens)
         return outcome
-
-    async def _confess(self, handle: Session, job: Job) -> None:
-        """Tell the session that nobody knows how the KV before a save came about.
-
-        It may have been computed behind lossy copies that another request loaded: what follows is
-        then derived, and must not pass for exact.
-        """
-        before, media = job.tokens[: job.start], job.request.facts.media
-        async with handle.match(before, media=media, start=job.start) as match:
-            await match.load(self._pools.view(job.pages, job.start, spill=True))
 
     def _saved(self, job: Job, result: StoreResult) -> Outcome:
         assert job.request.space is not None

@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tierkv.decisions.types import MissReason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -24,6 +26,12 @@ __all__ = ["Transfers", "WorkerCounters"]
 
 _TRIES: Final = 3  # at once; then again from time to time
 _AGAIN_S: Final = 1.0
+_ADVICE: Final = {
+    MissReason.DAMAGED.value: ". Look for memory errors of this machine; a tier on disk behind "
+    "'host' is a second copy",
+    MissReason.REMOVED.value: ". A rank's engine was reset or told to forget them: do so only "
+    "while no request waits",
+}
 
 
 @dataclass(slots=True)
@@ -210,8 +218,7 @@ class Transfers:
             start, stop = stuck.order.start, stuck.order.stop
             return (
                 f"tokens {start} to {stop} of request {number} are lost ({stuck.why}): they were "
-                "verified and held in memory when they were offered, and no tier has another copy. "
-                "Look for memory errors of this machine; a tier on disk behind 'host' is a second "
-                "copy"
+                "verified and held in memory when they were offered, and no tier has another copy"
+                + _ADVICE.get(stuck.why, "")
             )
         return None
