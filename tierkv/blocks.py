@@ -224,7 +224,7 @@ def _in_order(media: Sequence[Media]) -> tuple[Media, ...]:
     given: object = media
     if not isinstance(given, Sequence) or not all(isinstance(each, Media) for each in given):
         raise LayoutError(f"media are a sequence of tierkv.Media, not {media!r:.80}")
-    return tuple(sorted(media, key=lambda m: (m.position, m.digest)))
+    return tuple(sorted(set(media), key=lambda m: (m.position, m.digest)))
 
 
 _BLOCK_TAG = encode_fields("tierkv.block")
@@ -329,29 +329,27 @@ class KeyChain:
         """Make this the chain of ``token_ids``: keep the shared prefix, hash only the rest.
 
         Returns:
-            How many leading tokens were shared with the chain as it was.
+            How many leading tokens, with the media in them, were shared with the chain as it was.
 
         Raises:
             LayoutError: if these are no token ids, or one does not fit 32 bits; the chain is then
                 unchanged.
         """
         token_ids = as_token_ids(token_ids)
-        shared = self.common_tokens(token_ids)
+        known = shared = self.common_tokens(token_ids)
         fresh = _pack_tokens(token_ids[shared:])
         media = _in_order(media)
         if media != self._media:
             first = min(
                 (m.position for m in set(media) ^ set(self._media)), default=len(self.tokens)
             )
-            keep = min(shared, first) // self.block_tokens
+            known = min(shared, first)
             self._media = media
-        else:
-            keep = shared // self.block_tokens
         del self.tokens[shared:]
         self.tokens.extend(fresh)
-        del self.keys[keep:]
+        del self.keys[known // self.block_tokens :]
         self._hash_new()
-        return shared
+        return known
 
     def _hash_new(self) -> None:
         size, first = self.block_tokens, len(self.keys)

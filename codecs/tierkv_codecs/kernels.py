@@ -56,11 +56,11 @@ def available() -> bool:
     return os.environ.get("TIERKV_FAST") != "0" and importlib.util.find_spec("numba") is not None
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def _jit(function: Callable[..., Any], kept: bool = True) -> Any:
     numba = importlib.import_module("numba")
     wrap = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
     try:
-        found = wrap(cache=True)(function)
+        found = wrap(cache=kept)(function)
     except RuntimeError:  # no writable directory to keep machine code in: compile every time
         found = wrap()(function)
     return found
@@ -74,19 +74,19 @@ def _plain(name: str) -> Callable[..., Any]:
     return function
 
 
-def _linked(name: str) -> Callable[..., Any]:
+def _linked(name: str, kept: bool = True) -> Callable[..., Any]:
     function = _plain(name)
     called = CALLS.get(name)
     if called is not None:
         # what it calls has to be compiled too, without changing the module for others
-        names = function.__globals__ | {inner: _called(inner) for inner in called}
+        names = function.__globals__ | {inner: _called(inner, kept) for inner in called}
         function = types.FunctionType(function.__code__, names, name)
     return function
 
 
 @functools.cache
-def _called(name: str) -> Any:
-    return _jit(_linked(name))
+def _called(name: str, kept: bool) -> Any:
+    return _jit(_linked(name, kept), kept)
 
 
 class _Loop:
@@ -110,6 +110,11 @@ class _Loop:
     def __repr__(self) -> str:
         return self.name
 
+    def afresh(self, *args: Any) -> Any:
+        """Compile without numba's files, then call."""
+        self.compiled = _jit(_linked(self.name, kept=False), kept=False)
+        return self.compiled(*args)
+
     def slowly(self, *args: Any) -> Any:
         with np.errstate(all="ignore"):  # numbers wrap
             return self.plain(*args)
@@ -122,12 +127,26 @@ def _made(name: str, *_: int) -> _Loop | None:
     return _Loop(name)
 
 
+@functools.cache
+def _tell_of_files(kept: str, why: str) -> None:
+    _log.warning(
+        "numba's files of machine code in %s cannot be used: %s; loops are compiled in every "
+        "process: delete them, or set NUMBA_CACHE_DIR to where there is room",
+        *(kept, why),
+    )
+
+
 def _right(loop: _Loop, name: str, *variant: int) -> bool:
     """Compile for the sample's kinds of arguments, and for no others; compare with plain Python."""
     from tierkv_codecs.samples import arguments
 
     given, expected = arguments(name, *variant), arguments(name, *variant)
-    found = loop.compiled(*given)
+    try:
+        found = loop.compiled(*given)
+    except Exception as error:  # noqa: BLE001 - of whatever numba reads in its files
+        kept, given = str(loop.compiled.stats.cache_path), arguments(name, *variant)
+        found = loop.afresh(*given)
+        _tell_of_files(kept, f"{type(error).__name__}: {error}")
     loop.compiled.disable_compile()
     due = loop.slowly(*expected)
     written = zip(given, expected, strict=True)

@@ -5,7 +5,10 @@ Whatever is planted here, a codec writes and reads what it does without any mach
 
 from __future__ import annotations
 
+import errno
+import importlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from tierkv_codecs import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SHAPE = (6, 96, 64)
 CHAINS = {
@@ -177,6 +181,50 @@ def test_arguments_that_no_sample_has_are_worked_on_and_told_of(
     assert np.array_equal(found, due)
     assert len(warned(caplog)) == 1
     assert "merge2" in warned(caplog)[0]
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda path: os.truncate(path, 60),
+    "of something else": lambda path: path.write_text("no index"),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "no room"])
+@pytest.mark.parametrize("name", ["merge2", "encoding_tables"])  # the latter calls another loop
+def test_files_of_numba_that_are_of_no_use_are_done_without(
+    damage: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not kernels.available():
+        pytest.skip("numba is not installed")
+    config = importlib.import_module("numba.core.config")
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    for cached in (kernels._called, kernels._tell_of_files):
+        cached.cache_clear()
+    if damage == "no room":
+        caching = importlib.import_module("numba.core.caching")
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    else:
+        assert jit.Tried("loops", kernels._made, kernels._right).settle(name) is not None
+        files = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
+        assert files
+        for path in files:
+            DAMAGE[damage](path)
+        kernels._called.cache_clear()
+    assert not warned(caplog)
+    loops = jit.Tried("loops", kernels._made, kernels._right)
+    assert loops.settle(name) is not None
+    kernels._called.cache_clear()
+    assert len(warned(caplog)) == 1
+    assert "NUMBA_CACHE_DIR" in warned(caplog)[0]
+    assert str(tmp_path) in warned(caplog)[0]
 
 
 # --------------------------------------------------------------------------- what LLVM does

@@ -17,6 +17,7 @@ from tests.engine.rig import load
 from tierkv.blocking import CacheManager
 from tierkv.blocks import Media, as_token_ids
 from tierkv.errors import ClosedError, LayoutError
+from tierkv.workers.home import Home
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -145,6 +146,18 @@ async def test_c5_an_engine_refuses_a_forked_process(monkeypatch: pytest.MonkeyP
                     pass
         async with engine.session("s"):
             pass
+
+
+def test_c5_a_forked_process_has_no_loop_and_is_refused() -> None:
+    home = Home()
+
+    async def settle() -> None:
+        home.settle()
+        home.refuse_elsewhere()
+
+    asyncio.run(settle())
+    with pytest.raises(ClosedError, match="process that opened it"):
+        home.refuse_elsewhere()  # no loop runs, as in a child that was forked out of one
 
 
 def test_sequences_that_cannot_be_sliced_are_token_ids() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,35 @@ async def test_closing_waits_for_one_piece_at_most(
     assert jit.behind(), "what is left is still noted"
 
 
+def test_a_loop_that_ends_without_closing_leaves_the_others(
+    tried: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = trials.Tried._try
+
+    def slow(self: Any, key: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        real(self, key)
+
+    monkeypatch.setattr(trials.Tried, "_try", slow)
+    engines = []
+
+    async def main() -> None:
+        host = [tierkv.Tier("host", HOST, codec="K:int4,V:rot3")]
+        engines.append(await tierkv.open(tiers=host, space=small_space()).start())
+        await kit.until(begun.is_set)
+        # when the tasks of the loop are cancelled
+        asyncio.get_running_loop().call_later(1, go_on.set)
+        raise ValueError("ends here")
+
+    with pytest.raises(ValueError, match="ends here"):
+        asyncio.run(main())
+    assert len(tried) == 1
+    assert jit.behind(), "what is left is still noted"
+    asyncio.run(engines[0].aclose())
+
+
 @pytest.mark.parametrize("error", [ValueError("odd"), MemoryError()])
 def test_a_codec_that_fails_on_the_sample_is_told_of(
     error: Exception,
@@ -148,6 +178,22 @@ def test_a_codec_that_fails_on_the_sample_is_told_of(
     assert not warming.cold(small_space(), "int8")
     assert "int8 fails on a sample" in caplog.text
     assert type(error).__name__ in caplog.text
+    assert not tried
+
+
+def test_a_codec_that_cannot_even_be_planned_with_is_told_of(
+    tried: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("odd")
+
+    monkeypatch.setattr(Int8, "encoded_bytes", fail)
+    with caplog.at_level(logging.WARNING, "tierkv"):
+        warming.warm(small_space(), "int8")
+    assert not warming.cold(small_space(), "int8"), "it would be rehearsed again and again"
+    assert "int8: no plan: ZeroDivisionError: odd" in caplog.text
     assert not tried
 
 

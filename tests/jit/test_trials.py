@@ -143,6 +143,54 @@ def test_a_sample_may_ask_for_what_it_is_about_and_for_others() -> None:
     assert seen == [True, True]
 
 
+def test_whoever_catches_up_stops_while_another_thread_compiles() -> None:
+    maker = Maker()
+    sums = maker.tried()
+    with jit.later():
+        assert sums(1) is None
+    held, done = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with llvm.compiling:
+            held.set()
+            done.wait(60)
+
+    other = threading.Thread(target=compiling)
+    other.start()
+    assert held.wait(60)
+    looks = iter([False, False, True])
+    assert jit.catch_up(lambda: next(looks)) == 0
+    assert not done.is_set()
+    done.set()
+    other.join(60)
+    assert maker.threads == []
+    assert jit.behind(), "what is left is still noted"
+    assert jit.catch_up() == 1
+
+
+def test_a_fork_comes_in_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the lock that the next piece needs, too: it is not taken back at once."""
+    maker = Maker()
+    sums = maker.tried()
+    with jit.later():
+        for number in range(3):
+            assert sums(number) is None
+    came: list[tuple[bool, int]] = []
+
+    def fork() -> None:
+        came.append((llvm.compiling.acquire(timeout=30), len(maker.threads)))
+        llvm.compiling.release()
+
+    def pause(_: float) -> None:
+        other = threading.Thread(target=fork)
+        other.start()
+        other.join(60)
+
+    monkeypatch.setattr("tierkv.jit.trials.time.sleep", pause)
+    assert jit.catch_up() == 3
+    assert came == [(True, 1), (True, 2), (True, 3)]
+
+
 def test_nobody_waits_for_who_compiles() -> None:
     """Library calls do it meanwhile, and nothing is lost: it is asked for again."""
     maker = Maker()

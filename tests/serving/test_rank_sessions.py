@@ -130,6 +130,26 @@ def test_lossy_ranks_do_not_pass_on_what_they_do_not_know() -> None:
         assert [r.reason is None or r.reason.value for r in reports[3:]] == ["fidelity"] * 3
 
 
+@pytest.mark.parametrize("fidelity", ["exact", None])
+def test_i4_pages_of_a_rank_that_loaded_lossy_kv_are_not_exact(fidelity: str | None) -> None:
+    """The engine's own cache gives one request's pages to another, from the first token on."""
+    with RankRig(compression="int8") as rig:
+        ids, more = prompt(24), prompt(24, seed=1)
+        rig.save("a", ids)
+        assert rig.load("b", ids)[1].tokens == 24
+        facts = RequestFacts("c", session="chat")
+        rig.manager.create_session("chat", fidelity=fidelity)
+        rig.save("c", more, facts)
+        told: list[bool] = []
+
+        async def look() -> None:
+            async with rig.manager.handle("chat", rig.space) as session:
+                told.append(bool(session.derived))
+
+        rig.manager.call(look)
+        assert told == [True]
+
+
 # ---------------------------------------------------------------------------- the end
 
 

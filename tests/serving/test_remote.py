@@ -17,11 +17,12 @@ import tierkv
 from tests import kit
 from tierkv import errors
 from tierkv.blocking import CacheManager
-from tierkv.blocks import KeyChain
+from tierkv.blocks import KeyChain, Media
 from tierkv.errors import BackendError, ClosedError, ConfigError, TierKVError
 from tierkv.workers import Signal
 from tierkv_adapters.remote import RemoteManager, RemoteServer
 from tierkv_adapters.remote.records import error_from, error_to
+from tierkv_adapters.remote.wire import unpack_media
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +59,13 @@ def test_answers_are_those_of_the_manager(manager: CacheManager, client: RemoteM
     assert client.health() == manager.health()
     assert client.flush() == manager.flush()
     assert client.explain(IDS, session="a") == manager.explain(IDS, session="a")
+    image = [Media(20, b"\1" * 32)]
+    told = client.explain(IDS, session="a", media=image)
+    assert told == manager.explain(IDS, session="a", media=image) != manager.explain(IDS)
+    client.prefetch(IDS, session="a", media=image)
+    for wrong in ([[0]], [[0, "x"]], [0], "ab"):
+        with pytest.raises(ConfigError, match="media"):
+            unpack_media(wrong)
     assert client.explain(kit.tokens(2, seed=9)) == manager.explain(kit.tokens(2, seed=9))
     mine, theirs = client.stats(), manager.stats()
     steady = dataclasses.replace(

@@ -202,6 +202,38 @@ def test_a_reset_waits_no_longer_than_it_must(
         stuck.release()
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_f006_what_was_stored_before_a_reset_is_not_found_since(
+    tmp_path: Path, *, fixed: bool
+) -> None:
+    """Other weights may be in place, and neither a file nor vLLM's keys tell."""
+    settings: dict[str, Any] = {"weights_are_fixed": True} if fixed else {}
+    with Rig(tmp_path, **settings) as rig:
+        rig.store([1, 2])
+        rig.load([1, 2])
+        rig.side.drain()
+        assert rig.hits([1, 2]) == ["hit" if fixed else "miss"] * 2
+        assert rig.load([1]).success == fixed
+        rig.clock.ahead += 31
+        rig.fill(9, 5)  # what the other weights make of the same tokens
+        rig.begin("store", [2], [9])
+        assert rig.results()[0].success
+        assert rig.load([2], [20]).success
+        assert rig.holds(20, 2 if fixed else 5)
+        for _ in range(3):
+            rig.side.drain()
+        assert bool(rig.manager.call(_sessions, rig)) == fixed
+        rig.settle()
+    with Rig(tmp_path, **settings) as rig:  # with the weights of the files
+        assert rig.load([1, 2], [30, 31]).success
+        assert rig.holds(30, 1)
+        assert rig.holds(31, 2)
+
+
+async def _sessions(rig: Rig) -> list[object]:
+    return list(rig.manager.engine.sessions())
+
+
 def test_a_copy_that_does_not_end_keeps_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +232,38 @@ def test_the_weights_are_read_or_named(tmp_path: Path, monkeypatch: pytest.Monke
     (model / "model.safetensors").write_bytes(b"two")
     three = identity_of(args, config, (0, 1))
     assert len({one.weights, two.weights, three.weights}) == 3
+
+
+def _fields(args: FakeLlmArgs) -> dict[str, Any]:
+    return {each.name: getattr(args, each.name) for each in fields(args)}
+
+
+def test_i1_settings_that_change_the_kv_change_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(tmp_path, monkeypatch)
+    config = replace(read_config(), weights="w")
+    args = [
+        FakeLlmArgs(),
+        SimpleNamespace(**_fields(FakeLlmArgs()), load_format="AUTO"),
+        FakeLlmArgs(speculative_config=SimpleNamespace(max_draft_len=3)),
+        FakeLlmArgs(kv_cache_config=FakeKvCacheConfig(max_attention_window=[512])),
+        FakeLlmArgs(kv_cache_config=FakeKvCacheConfig(max_attention_window=[1024])),
+    ]
+    found = [identity_of(each, config, (0, 1)) for each in args]
+    assert len(set(found)) == len(found)
+    assert found == [identity_of(each, config, (0, 1)) for each in args]
+
+
+def test_i1_weights_that_are_random_are_those_of_one_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(tmp_path, monkeypatch)
+    args = SimpleNamespace(**_fields(FakeLlmArgs()), load_format="dummy")
+    config = replace(read_config(), weights="w")
+    found = {identity_of(args, config, (0, 1)).weights for _ in range(2)}
+    assert len(found) == 2
+    assert "w" not in found
 
 
 def test_the_rank_comes_from_the_launcher_or_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,29 @@ def test_a_held_part_that_left_memory_is_offered_no_more(rig: Rig, rank: int, ti
     assert rig.ready(TOKENS) == 10
 
 
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_part_that_is_damaged_while_others_are_asked_is_not_offered(
+    rig: Rig, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.has(TOKENS)
+    slow = rig.ranks[1 - rank]
+    hold = slow.hold
+
+    def late(space: Space, facts: RequestFacts, names: Sequence[BlockKey]) -> Held:
+        rig.wait(lambda: rig.ranks[rank].holds)
+        _moves(rig, rank, 3, 0)
+        return hold(space, facts, names)
+
+    monkeypatch.setattr(slow, "hold", late)
+    rig.ask(TOKENS)
+    rig.wait(lambda: rig.ready(TOKENS) == 0)
+    rig.wait(lambda: not any(r.standing() for r in rig.ranks.values()))
+    ranks = rig.feed.connected()
+    assert ranks is not None
+    assert ranks.book.counters.damaged == 1
+    assert not any(rig.feed._index._watched)
+
+
 def test_what_a_load_under_way_may_read_stays_held(rig: Rig) -> None:
     rig.has(TOKENS)
     rig.ask(TOKENS)

@@ -110,6 +110,41 @@ def test_other_weights_are_other_keys(
     assert other["counted"]["loads"] == 0
 
 
+RESET = (
+    TIERING
+    + """
+import torch
+
+llm = make_llm(args["model"], offloading(disk(args["root"])))
+before = complete(llm, [prompt(1)])[0]
+quiet(llm)
+executor = llm.llm_engine.engine_core.engine_core.model_executor
+with torch.no_grad():
+    for parameter in executor.driver_worker.worker.model_runner.model.parameters():
+        parameter.add_(torch.sin(torch.arange(parameter.numel())).view_as(parameter) * 0.5)
+llm.reset_prefix_cache(reset_connector=True)
+since = complete(llm, [prompt(1)])[0]
+quiet(llm)
+llm.reset_prefix_cache()
+tell(before=before, since=since, again=complete(llm, [prompt(1)])[0])
+"""
+)
+
+
+def test_f006_weights_changed_in_place_find_nothing_of_before(
+    tmp_path: Path, vllm_run: Callable[..., Ran], vllm_model: Callable[[str], str]
+) -> None:
+    wanted = {"model": vllm_model("tiny-llama"), "root": str(tmp_path / "root")}
+    told = vllm_run(RESET, wanted).checked()
+    assert told["since"]["cached"] == 0
+    assert told["since"]["output"] != told["before"]["output"]
+    assert told["again"]["cached"] >= LEAST["tiny-llama"]
+    assert told["again"]["output"] == told["since"]["output"]
+    restarted = vllm_run(ANSWER, wanted).checked()  # with the weights of the files
+    assert restarted["one"]["output"] == told["before"]["output"]
+    assert restarted["one"]["cached"] >= LEAST["tiny-llama"]
+
+
 FAULTS = (
     TIERING
     + """
@@ -130,7 +165,8 @@ for fault in faults.values():
     fault.active = False
 backend = inject(resolve("backends", "nvme")(spec), *faults.values())
 manager = CacheManager(tiers=[spec], backends=[backend], metrics=False, tier_timeout=60.0).open()
-tier = {"manager": lend(manager), "load_deadline": "500ms", "retry_after": "30s"}
+tier = {"manager": lend(manager), "load_deadline": "500ms", "retry_after": "30s",
+        "weights_are_fixed": True}
 llm = make_llm(args["model"], offloading(tier))
 told = {"blocks": free_blocks(llm)[1]}
 for number, (name, fault) in enumerate(faults.items()):

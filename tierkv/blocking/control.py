@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tierkv.blocking.elsewhere import Elsewhere
     from tierkv.blocking.names import SessionEntry
+    from tierkv.blocks import Media
     from tierkv.engine import CloseReport, EngineStats
     from tierkv.layout import Space
     from tierkv.session import BlockReport, FlushResult
@@ -95,6 +96,7 @@ class Control(NamedSessions):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing.
 
@@ -103,22 +105,27 @@ class Control(NamedSessions):
             session: As which session to look (tenant, salt, fidelity, private tail); None takes
                 the current one, or looks for the default tenant if none is current.
             space: Space to work in; None takes the only one bound.
+            media: Content behind placeholder tokens.
 
         Raises:
             ConfigError: if there is no such session, or no space to work in.
         """
         name = session if session is not None else self.current_session()
         if self._there is not None:
-            return self._there.explain(token_ids, session=name, space=space)
-        return self.call(self.aexplain, token_ids, name, self.space(space))
+            return self._there.explain(token_ids, session=name, space=space, media=media)
+        return self.call(self.aexplain, token_ids, name, self.space(space), media)
 
     async def aexplain(
-        self, token_ids: Sequence[int], name: str | None, space: Space
+        self,
+        token_ids: Sequence[int],
+        name: str | None,
+        space: Space,
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """As :meth:`explain`, on the engine's loop."""
         if name is None:
-            return self.engine.explain(token_ids, space, fidelity=self._fidelity)
-        return await self.handle(name, space).aexplain(token_ids)
+            return self.engine.explain(token_ids, space, fidelity=self._fidelity, media=media)
+        return await self.handle(name, space).aexplain(token_ids, media=media)
 
     def prefetch(
         self,
@@ -126,6 +133,7 @@ class Control(NamedSessions):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         """Start bringing a prefix into the fastest tier; see :meth:`tierkv.Engine.prefetch`.
 
@@ -137,6 +145,7 @@ class Control(NamedSessions):
                 default tenant if none is current.
             space: Space to work in; None takes those that the session was used in, or the only
                 one bound.
+            media: Content behind placeholder tokens of the prompt; a history has its own.
 
         Raises:
             ConfigError: if there is neither a session nor a prompt, no such session, or no space
@@ -144,17 +153,21 @@ class Control(NamedSessions):
         """
         name = session if session is not None else self.current_session()
         if self._there is not None:
-            self._there.prefetch(token_ids, session=name, space=space)
+            self._there.prefetch(token_ids, session=name, space=space, media=media)
         else:
-            self.call(self.aprefetch, token_ids, name, space)
+            self.call(self.aprefetch, token_ids, name, space, media)
 
     async def aprefetch(
-        self, token_ids: Sequence[int] | None, name: str | None, space: Space | None
+        self,
+        token_ids: Sequence[int] | None,
+        name: str | None,
+        space: Space | None,
+        media: Sequence[Media] = (),
     ) -> None:
         """As :meth:`prefetch`, on the engine's loop."""
         if name is None:
             await self.engine.prefetch(
-                tokens=token_ids, space=self.space(space), fidelity=self._fidelity
+                tokens=token_ids, space=self.space(space), fidelity=self._fidelity, media=media
             )
             return
         entry = self._names.get(name)
@@ -167,6 +180,7 @@ class Control(NamedSessions):
                 space=place,
                 salt=entry.salt,
                 fidelity=entry.fidelity,
+                media=media,
             )
 
     def hint(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierkv.blocks import Media
     from tierkv.engine import EngineStats
     from tierkv.layout import Space
     from tierkv.session import BlockReport, FlushResult, SessionInfo
@@ -64,6 +65,7 @@ class Elsewhere(Protocol):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """As a manager's."""
 
@@ -73,6 +75,7 @@ class Elsewhere(Protocol):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         """As a manager's."""
 

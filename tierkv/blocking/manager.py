@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierkv.abc import Backend, Observer, View
+    from tierkv.blocks import Media
     from tierkv.layout import Space
     from tierkv.session import LoadResult, StoreResult
 
@@ -69,6 +70,7 @@ class CacheManager(Control):
         session: str | None = None,
         deadline: float | str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> LoadResult:
         """Match a prompt and load its prefix into a view; see :meth:`tierkv.session.Match.load`.
 
@@ -80,6 +82,7 @@ class CacheManager(Control):
             session: Session it is for; None takes the current one.
             deadline: Seconds, or text such as ``"150ms"``, after which no block is waited for.
             space: Space to work in; None takes the only one bound.
+            media: Content behind placeholder tokens.
 
         Returns:
             How many leading tokens are in place; ``reason`` also tells why no more was matched.
@@ -91,7 +94,7 @@ class CacheManager(Control):
         """
         self._check_here()
         name, space = self._named(session), self.space(space)
-        return self.call(self._load, name, space, token_ids, into, start, deadline)
+        return self.call(self._load, name, space, token_ids, into, start, deadline, media)
 
     async def _load(
         self,
@@ -101,10 +104,11 @@ class CacheManager(Control):
         into: View,
         start: int,
         deadline: float | str | None,
+        media: Sequence[Media],
     ) -> LoadResult:
         async with (
             self.handle(name, space) as session,
-            session.match(token_ids, start=start) as match,
+            session.match(token_ids, media=media, start=start) as match,
         ):
             loaded = await match.load(into, deadline=deadline)
             return dataclasses.replace(loaded, reason=loaded.reason or match.reason)
@@ -118,6 +122,7 @@ class CacheManager(Control):
         tail: bool = False,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> StoreResult:
         """Store the blocks of a prompt; see :meth:`tierkv.session.Session.store`.
 
@@ -128,6 +133,7 @@ class CacheManager(Control):
             tail: Whether the partial block at the end is kept too, privately to the session.
             session: Session it is for; None takes the current one.
             space: Space to work in; None takes the only one bound.
+            media: Content behind placeholder tokens.
 
         Raises:
             ConfigError: if there is no such session, or no space to work in.
@@ -135,9 +141,8 @@ class CacheManager(Control):
             ClosedError: if the manager is not open, or was handed over.
         """
         self._check_here()
-        return self.call(
-            self._store, self._named(session), self.space(space), token_ids, kv, start, tail
-        )
+        name, space = self._named(session), self.space(space)
+        return self.call(self._store, name, space, token_ids, kv, start, tail, media)
 
     async def _store(
         self,
@@ -147,6 +152,7 @@ class CacheManager(Control):
         kv: View,
         start: int,
         tail: bool,
+        media: Sequence[Media],
     ) -> StoreResult:
         async with self.handle(name, space) as session:
-            return await session.store(token_ids, kv, start, tail=tail)
+            return await session.store(token_ids, kv, start, tail=tail, media=media)

@@ -19,6 +19,7 @@ from tierkv.mover.slices import sliced
 from tierkv.session import Session, SessionState
 from tierkv.session.base import check_fidelity
 from tierkv.session.batches import StoreRequest, load_many, match_many, store_many
+from tierkv.session.explaining import without_tokens
 from tierkv.session.leased import HASH_INLINE_TOKENS
 from tierkv.units import parse_bytes, parse_duration
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tierkv.abc import Backend, Observer, View
-    from tierkv.blocks import Identity, PartId
+    from tierkv.blocks import Identity, Media, PartId
     from tierkv.layout import Layout
     from tierkv.session import (
         BlockReport,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         Match,
         StoreResult,
     )
+    from tierkv.session.batches import MatchRequest
     from tierkv.workers import Job
 
 __all__ = ["BoundSpace", "Engine", "open"]
@@ -103,6 +105,7 @@ class Engine(Keeping):
         salt: bytes = b"",
         fidelity: str = "exact",
         guess: bool = False,
+        media: Sequence[Media] = (),
     ) -> Job[int]:
         """Start bringing a prefix into the fastest tier: call it when its request arrives.
 
@@ -118,13 +121,14 @@ class Engine(Keeping):
             fidelity: ``"exact"``, or ``"lossy"`` if lossy copies are of use.
             guess: Whether no request is there yet. A guess is no use, and evicts nothing that was
                 used later than the prefix.
+            media: Content behind placeholder tokens of ``tokens``; a history has its own.
 
         Returns:
             The engine-owned job; awaiting ``job.wait()`` gives the number of parts moved, and is
             never needed.
 
         Raises:
-            ConfigError: if neither a session nor tokens are given.
+            ConfigError: if neither a session nor tokens are given, or media without tokens.
             ClosedError: if the engine is closed.
         """
         if session is None and tokens is None:
@@ -141,21 +145,23 @@ class Engine(Keeping):
         if tokens is not None:
             chain, ids = state.chain.fork(), as_token_ids(tokens)
             if len(ids) <= HASH_INLINE_TOKENS:
-                chain.follow(ids)
+                chain.follow(ids, media)
             else:
-                await self.workers.run(chain.follow, ids)
+                await self.workers.run(chain.follow, ids, media)
             keys = chain.keys
+        else:
+            without_tokens(media)
         return self.runtime.prefetcher.ask(
             state, keys, named=session is not None, lossy=lossy, guess=guess
         )
 
     def match_many(
-        self,
-        requests: Sequence[tuple[Session, Sequence[int]] | tuple[Session, Sequence[int], int]],
+        self, requests: Sequence[MatchRequest]
     ) -> AbstractAsyncContextManager[list[Match]]:
         """Open several matches: ``async with engine.match_many([(session, ids), ...])``.
 
-        A third item is the token to start at; see :meth:`tierkv.session.Session.match`.
+        A third item is the token to start at, a fourth the media; see
+        :meth:`tierkv.session.Session.match`.
         """
         return match_many(requests)
 
@@ -182,6 +188,7 @@ class Engine(Keeping):
         tenant: str = "",
         fidelity: str = "exact",
         salt: bytes = b"",
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing.
 
@@ -189,7 +196,7 @@ class Engine(Keeping):
         """
         state = SessionState("", tenant, self._space(space), salt)
         handle = Session(self.runtime, self._sessions, state, fidelity=fidelity)
-        return handle.explain(as_token_ids(token_ids))
+        return handle.explain(as_token_ids(token_ids), media=media)
 
     def forget_session(
         self,

@@ -22,7 +22,8 @@ class Warming:
     """Compiles what the copies and the configured chains need, in one worker thread.
 
     Nobody waits for it: until it is done, library calls do the same. Closing waits for the piece
-    that is being compiled, some tenths of a second; the others are left.
+    that is being compiled, some tenths of a second; the others are left. They are, too, where the
+    loop ends without closing: after an exception, or Ctrl-C.
     """
 
     def __init__(self, core: Core, config: EngineConfig) -> None:
@@ -57,14 +58,17 @@ class Warming:
             await self._wanted.wait()
             self._wanted = Signal()
             todo, self._todo = self._todo, []
-            await self._core.workers.run(self._work, todo)
+            await self._core.workers.run_long(self._work, todo)  # no tier waits for it
 
     def _work(self, todo: list[tuple[Space, str]]) -> None:
         """In a thread, in one go: engines that open one after the other share what it finds."""
-        copying.prepare()
+        with jit.later():
+            copying.ready()
+        jit.catch_up(self._stopped)
         for space, chain in todo:
             warm(space, chain, self._stopped)
         jit.catch_up(self._stopped)
 
     def _stopped(self) -> bool:
-        return self._core.closed
+        core = self._core
+        return core.closed or core.workers.stopping

@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+import time
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 from tierkv.jit.llvm import compiling
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Refusal", "Tried", "behind", "catch_up", "later", "refusals"]
 
 _log = logging.getLogger(__name__)
+_LOOK_S: Final = 0.05
+_GAP_S: Final = 0.001  # between pieces: a lock taken again at once passes by a fork that waits
 _Code = TypeVar("_Code")
 _Key = TypeVarTuple("_Key")
 
@@ -157,7 +160,8 @@ def catch_up(stopped: Callable[[], bool] = bool) -> int:
     """Compile and try what was asked for in vain, in this thread; how much of it there was.
 
     Args:
-        stopped: Asked before each piece; whatever is left is still noted afterwards.
+        stopped: Asked before each piece, and while another thread compiles; whatever is left is
+            still noted afterwards.
     """
     done = 0
     while not stopped():
@@ -165,9 +169,18 @@ def catch_up(stopped: Callable[[], bool] = bool) -> int:
             tried, key = _wanted.popitem()[0]
         except KeyError:  # nothing is left; somebody else may have taken the last
             break
-        if not tried.known(*key):
+        if tried.known(*key):
+            continue
+        while not compiling.acquire(timeout=_LOOK_S):
+            if stopped():
+                _wanted[tried, key] = None
+                return done
+        try:
             tried.settle(*key)
-            done += 1
+        finally:
+            compiling.release()
+        time.sleep(_GAP_S)
+        done += 1
     return done
 
 

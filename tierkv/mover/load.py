@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from tierkv.mover.lease import Lease
     from tierkv.mover.levels import Level
 
-__all__ = ["LoadPlan", "Progress", "load"]
+__all__ = ["UNKNOWN", "LoadPlan", "Progress", "load"]
+
+UNKNOWN = "unknown-prefix"
+"""How KV came about of which nobody told."""
 
 _NEAR_BYTES = 256 * 1024 * 1024
 _NEAR_BLOCKS = 128

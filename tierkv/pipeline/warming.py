@@ -45,10 +45,13 @@ def warm(space: Space, chain: str, stopped: Callable[[], bool] = bool) -> None:
         chain: How they are stored.
         stopped: Asked between the pieces, a few tenths of a second each.
     """
-    while not stopped():
-        _rehearse(space, chain, stopped)
-        if not jit.catch_up(stopped):
-            break
+    try:
+        while not stopped():
+            _rehearse(space, chain, stopped)
+            if not jit.catch_up(stopped):
+                break
+    except Exception as error:  # noqa: BLE001 - other chains are rehearsed, whatever a codec says
+        _log.warning("codec chain %s: no plan: %s: %s", chain, type(error).__name__, error)
     if not stopped():
         _warmed[space.layout, space.block_tokens, chain] = None
         if len(_warmed) > _MOST:

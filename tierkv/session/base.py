@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from tierkv.blocks import Media
     from tierkv.layout import Space
     from tierkv.mover.load import Progress
     from tierkv.session.leased import LeasedPrefix
@@ -42,6 +43,9 @@ class Handle:
         lossy: Whether lossy copies are welcome.
         quota: Whether the session has a byte quota.
         matches: Its open matches; leaving the handle leaves them.
+        matched: Whether it opened one at all.
+        aside: Derived KV that was in place before its last match, which found nothing.
+        covered: Tokens that were stored since.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class Handle:
         self.lossy = check_fidelity(fidelity) == "lossy"
         self.quota = quota
         self._lineage: list[Progress] = []
-        self._matched = False
+        self.matched = False
+        self.aside: list[Progress] = []
+        self.covered = 0
         self.matches: set[LeasedPrefix] = set()
         self._table = table
         self._ttl = None if ttl is None else parse_duration(ttl)
@@ -98,7 +104,7 @@ class Handle:
     @lineage.setter
     def lineage(self, loads: list[Progress]) -> None:
         self._lineage = self.state.lineage = loads
-        self._matched = True
+        self.matched, self.aside, self.covered = True, [], 0
 
     @property
     def behind(self) -> list[Progress]:
@@ -107,7 +113,7 @@ class Handle:
         Before it opens a match, those of whoever did last in this session: a caller may still hold
         what was loaded then, and go on with it.
         """
-        own = self._matched or self._lineage
+        own = self.matched or self._lineage
         return self._lineage if own else self.state.lineage
 
     @property
@@ -147,11 +153,15 @@ class Handle:
         self.state.handles -= 1
         self.state.used = self.runtime.core.clock()
 
-    def remember(self, token_ids: Sequence[int]) -> None:
+    def remember(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> None:
         """Make ``token_ids`` the session's history, e.g. a reply whose last token has no KV yet.
 
         Hashes what is new on the loop, at about 2 us a block. No await, so that a cancelled turn
         can put back the history that it began with.
+
+        Args:
+            token_ids: The history.
+            media: Content behind placeholder tokens of it.
 
         Raises:
             LayoutError: if they are no token ids.
@@ -161,7 +171,7 @@ class Handle:
             raise SessionBusyError(
                 f"session {self.id!r} has a turn running: remember() belongs inside your own turn"
             )
-        self.state.follow(token_ids)
+        self.state.follow(token_ids, media)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Tell how long a prefill took, so that no load takes longer than recomputing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tierkv import views
 from tierkv.blocks import as_token_ids
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from tierkv.session.saving import Saving, StoreResult
     from tierkv.session.table import Runtime
 
-__all__ = ["StoreRequest", "checked", "load_many", "match_many", "store_again", "store_many"]
+__all__ = [
+    "MatchRequest",
+    "StoreRequest",
+    "checked",
+    "load_many",
+    "match_many",
+    "store_again",
+    "store_many",
+]
 
 
 class StoreRequest(NamedTuple):
@@ -53,6 +61,10 @@ class StoreRequest(NamedTuple):
     gathered: Callable[[], object] | None = None
 
 
+MatchRequest: TypeAlias = (
+    "tuple[Session, Sequence[int]] | tuple[Session, Sequence[int], int]"
+    " | tuple[Session, Sequence[int], int, Sequence[Media]]"
+)
 _STORES = range(3, len(StoreRequest._fields) + 1)
 
 
@@ -72,28 +84,26 @@ def _in_order(sessions: Sequence[Session]) -> list[int]:
 
 
 @asynccontextmanager
-async def match_many(
-    requests: Sequence[tuple[Session, Sequence[int]] | tuple[Session, Sequence[int], int]],
-) -> AsyncIterator[list[Match]]:
+async def match_many(requests: Sequence[MatchRequest]) -> AsyncIterator[list[Match]]:
     """Open a match per request; all are left together.
 
     Each session may occur once: its turn is held until the matches are left. Sessions are
     entered in one order everywhere, so that two batches cannot wait for each other.
 
     Args:
-        requests: A session and the tokens of a prompt each, and the token to start at if it is
-            not 0; see :meth:`tierkv.session.Session.match`.
+        requests: A session and the tokens of a prompt each, the token to start at if it is not 0,
+            and the media of the prompt if it has some; see :meth:`tierkv.session.Session.match`.
 
     Raises:
         SessionBusyError: if a session occurs twice.
     """
-    usage = "match_many takes (session, token_ids) or (session, token_ids, start)"
-    asked = _checked(requests, (2, 3), usage)
+    usage = "match_many takes (session, token_ids), and then a start, and then media"
+    asked = _checked(requests, (2, 3, 4), usage)
     for session, *_ in asked:
         _of(Handle, session, "a session")
     matches = [
-        session.match(token_ids, start=start[0] if start else 0)
-        for session, token_ids, *start in asked
+        session.match(ids, start=more[0] if more else 0, media=more[1] if more[1:] else ())
+        for session, ids, *more in asked
     ]
     async with AsyncExitStack() as stack:
         for number in _in_order([session for session, *_ in asked]):

@@ -9,6 +9,7 @@ from tierkv.blocks import part_id, split_part
 from tierkv.chains import RAW
 from tierkv.decisions.cost import profile
 from tierkv.decisions.types import Found, FoundPart, MissReason
+from tierkv.errors import ConfigError
 from tierkv.layout import GroupKind
 from tierkv.mover.slices import sliced
 from tierkv.pipeline import Pipeline, parse_chains
@@ -17,14 +18,14 @@ from tierkv.session.tails import goes_on
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierkv.blocks import BlockKey, KeyChain, PartId
+    from tierkv.blocks import BlockKey, KeyChain, Media, PartId
     from tierkv.decisions.types import PartState
     from tierkv.layout import Group, Space
     from tierkv.mover.core import Core
     from tierkv.mover.levels import Level
     from tierkv.session.table import SessionState
 
-__all__ = ["BlockReport", "explain", "explain_in_slices"]
+__all__ = ["BlockReport", "explain", "explain_in_slices", "without_tokens"]
 
 _TELLING: Final = 64 << 10  # raw bytes from which on a chain that pays saves whole pages for sure
 
@@ -75,20 +76,32 @@ class _Span(NamedTuple):
 
 
 def explain(
-    core: Core, session: SessionState, token_ids: Sequence[int] | None, *, lossy: bool
+    core: Core,
+    session: SessionState,
+    token_ids: Sequence[int] | None,
+    media: Sequence[Media] = (),
+    *,
+    lossy: bool,
 ) -> list[BlockReport]:
     """Tell, per block of a prompt (or of the session's history), where it is; changes nothing."""
     chain = session.chain
     if token_ids is not None:
         chain = chain.fork()
-        chain.follow(token_ids)
+        chain.follow(token_ids, media)
+    else:
+        without_tokens(media)
     reader = _Reader(core, session.space, lossy=lossy)
     spans = _spans(session, chain)
     return reader.weighed([reader.report(index, span) for index, span in enumerate(spans)])
 
 
 async def explain_in_slices(
-    core: Core, session: SessionState, token_ids: Sequence[int] | None, *, lossy: bool
+    core: Core,
+    session: SessionState,
+    token_ids: Sequence[int] | None,
+    media: Sequence[Media] = (),
+    *,
+    lossy: bool,
 ) -> list[BlockReport]:
     """As :func:`explain`, but the loop goes on meanwhile: for prompts of thousands of blocks.
 
@@ -96,12 +109,24 @@ async def explain_in_slices(
     """
     chain = session.chain.fork()
     if token_ids is not None:
-        await core.workers.run(chain.follow, token_ids)
+        await core.workers.run(chain.follow, token_ids, media)
+    else:
+        without_tokens(media)
     reader = _Reader(core, session.space, lossy=lossy)
     reports: list[BlockReport] = []
     async for span in sliced(_spans(session, chain)):
         reports.append(reader.report(len(reports), span))
     return reader.weighed(reports)
+
+
+def without_tokens(media: Sequence[Media]) -> None:
+    """Refuse media where no prompt is given that they could be in: a history has its own.
+
+    Raises:
+        ConfigError: if there are some.
+    """
+    if len(media):
+        raise ConfigError("media belong to the token ids of a prompt: give those, too")
 
 
 def _spans(session: SessionState, chain: KeyChain) -> list[_Span]:

@@ -68,7 +68,9 @@ class Session(Handle):
         Args:
             token_ids: All tokens whose KV is in the view, from the first.
             kv: The KV; index 0 is token 0.
-            start: First token that needs storing; rounded down to a block.
+            start: First token that needs storing; rounded down to a block. Where this session is
+                ``"lossy"`` and neither stored nor loaded what is before it, what is stored counts
+                as derived: it may have been computed behind lossy KV.
             tail: Whether the partial block at the end is kept too, privately to this session,
                 until its next such store.
             media: Content behind placeholder tokens.
@@ -200,16 +202,22 @@ class Session(Handle):
         query = make_query(self, keys, len(keys) * size, touch=False)
         return self.runtime.prefetcher.start(self.space, self.state.root, query)
 
-    def explain(self, token_ids: Sequence[int] | None = None) -> list[BlockReport]:
+    def explain(
+        self, token_ids: Sequence[int] | None = None, *, media: Sequence[Media] = ()
+    ) -> list[BlockReport]:
         """Tell, per block of a prompt, where it is or why it is nowhere. Changes nothing.
 
         It takes some 10 us a block, on the loop: see :meth:`aexplain` for long prompts.
 
         Args:
             token_ids: The prompt; None takes the session's history.
+            media: Content behind placeholder tokens of the prompt; the history has its own.
         """
-        return explain(self.runtime.core, self.state, token_ids, lossy=self.lossy)
+        return explain(self.runtime.core, self.state, token_ids, media, lossy=self.lossy)
 
-    async def aexplain(self, token_ids: Sequence[int] | None = None) -> list[BlockReport]:
+    async def aexplain(
+        self, token_ids: Sequence[int] | None = None, *, media: Sequence[Media] = ()
+    ) -> list[BlockReport]:
         """As :meth:`explain`, in slices between which the loop goes on."""
-        return await explain_in_slices(self.runtime.core, self.state, token_ids, lossy=self.lossy)
+        core = self.runtime.core
+        return await explain_in_slices(core, self.state, token_ids, media, lossy=self.lossy)

@@ -12,7 +12,7 @@ from tierkv.errors import ClosedError, LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find, tokens_by_tier
 from tierkv.mover.lease import Lease
-from tierkv.mover.load import Progress
+from tierkv.session.lineage import begin
 from tierkv.session.tails import with_tail
 from tierkv.session.worth import leading, outline, weigh
 
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from tierkv.blocks import BlockKey, KeyChain, Media
     from tierkv.decisions.cost import LoadChoice, Run
     from tierkv.mover.layers import LayerLoad
+    from tierkv.mover.load import Progress
     from tierkv.session.handle import Session
 
-__all__ = ["HASH_INLINE_TOKENS", "NEED_ALL", "UNKNOWN", "LeasedPrefix", "follow", "make_query"]
+__all__ = ["HASH_INLINE_TOKENS", "NEED_ALL", "LeasedPrefix", "follow", "make_query"]
 
 HASH_INLINE_TOKENS = 8192
 """Most new tokens that are hashed on the loop: about a millisecond."""
 NEED_ALL = (GroupKind.FULL, GroupKind.LATENT)
 """Groups of which a prefix needs every block."""
-UNKNOWN = "unknown-prefix"
-"""How KV came about of which nobody told."""
 
 
 def make_query(
@@ -99,7 +98,7 @@ class LeasedPrefix:
             self._keys, tokens = with_tail(session, chain, self._first)
             query = make_query(session, self._keys, tokens, start=self._first)
             self._take(await find(core, query))
-            session.lineage = self._behind()
+            self._afresh = begin(session, self._first, self.tokens)
             if core.decisions.costs.speed(session.space.fingerprint):
                 await self.weigh(first=self._first)
             session.check_open()  # another task may have left it meanwhile
@@ -145,20 +144,6 @@ class LeasedPrefix:
             return
         if any(core.levels[p.tier].memory is None for p in self._found.parts):
             session.promote(self._keys)
-
-    def _behind(self) -> list[Progress]:
-        """What is known of how the KV came about that is in place already."""
-        session = self._session
-        self._afresh = not (self._first or session.matches)
-        if self._afresh and not self.tokens:
-            return []  # there is none: all of it is computed anew
-        # until something is loaded, the caller may go on with what is in place, and only look
-        known = list(session.behind)
-        if not session.matches:  # those loads are over
-            known = [load for load in known if load.derived][:1]
-        if self._first and session.lossy and not any(load.derived for load in known):
-            known.append(Progress(derived=UNKNOWN))
-        return known
 
     def note(self, load: Progress) -> None:
         """Note a load: what was in place before is over, unless it is that of another match."""

@@ -11,8 +11,8 @@ from tierkv.errors import ClosedError, LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.find import find
 from tierkv.mover.layers import LayerLoad
-from tierkv.mover.load import LoadPlan, load
-from tierkv.session.leased import NEED_ALL, UNKNOWN, LeasedPrefix, make_query
+from tierkv.mover.load import UNKNOWN, LoadPlan, load
+from tierkv.session.leased import NEED_ALL, LeasedPrefix, make_query
 from tierkv.session.worth import behind
 from tierkv.units import parse_duration
 

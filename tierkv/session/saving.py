@@ -13,6 +13,7 @@ from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
 from tierkv.mover.plans import NewPart, StorePlan
 from tierkv.mover.slices import SLICE, sliced
+from tierkv.session.lineage import resume
 from tierkv.session.table import Tail
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def plan_store(
     total = len(chain.tokens)
     if not 0 <= start <= total:
         raise LayoutError(f"start must be from 0 to {total} (the token ids), not {start}")
+    resume(session, start, total // size * size)
     keys = tuple(chain.keys)
     if state.chain is chain:  # else it was cleared meanwhile
         state.kept = len(keys)

@@ -29,8 +29,16 @@ class Home:
             ClosedError: if this is one: nothing is locked against the one, and the other has none
                 of the threads.
         """
-        if self._place is not None and self._place != (asyncio.get_running_loop(), os.getpid()):
+        if self._place is not None and self._place != (_running(), os.getpid()):
             raise ClosedError(
                 "this engine belongs to the event loop and process that opened it: open one of "
                 "your own here, or use tierkv.blocking.CacheManager, which takes any thread"
             )
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    """The running loop; asyncio knows of none in a process that was forked out of one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -17,6 +17,7 @@ from tierkv_adapters.hf.turn import Bound, Counters, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tierkv.blocks import Identity
     from tierkv.engine import Engine
     from tierkv.session import Session
     from tierkv_adapters.chat.result import GenerateResult
@@ -26,6 +27,11 @@ __all__ = ["Attachment", "Opener"]
 
 if TYPE_CHECKING:
     Opener = Callable[[Bound], Session]
+
+
+def _configured(identity: Identity) -> list[tuple[str, str]]:
+    """What a model's cache is made after; hooks and adapters come and go without changing it."""
+    return [fact for fact in identity.extra if fact[0] != "patches"]
 
 
 class Attachment:
@@ -54,7 +60,8 @@ class Attachment:
         with self._lock:
             identity = self._identity()
             known = self._bound
-            if known is None or known[0] != self._identity.readings:
+            now = self._identity.readings, _configured(identity)
+            if known is None or (known[0], _configured(known[1].space.identity)) != now:
                 layers = probe_layers(self.model)
             else:
                 layers = known[1].layers

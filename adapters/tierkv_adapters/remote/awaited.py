@@ -12,6 +12,7 @@ from tierkv_adapters.remote.client import RemoteManager
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tierkv.blocks import Media
     from tierkv.engine import EngineStats
     from tierkv.layout import Space
     from tierkv.session import BlockReport, FlushResult
@@ -158,10 +159,11 @@ class AwaitedEngines:
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """As a manager's, of the first rank."""
         self._ready()
-        return self.clients[0].explain(token_ids, session=session, space=space)
+        return self.clients[0].explain(token_ids, session=session, space=space, media=media)
 
     def prefetch(
         self,
@@ -169,10 +171,11 @@ class AwaitedEngines:
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         """As a manager's, on every rank."""
         self._ready()
-        self._everywhere(lambda c: c.prefetch(token_ids, session=session, space=space))
+        self._everywhere(lambda c: c.prefetch(token_ids, session=session, space=space, media=media))
 
     def hint(
         self,

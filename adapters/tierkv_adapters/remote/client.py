@@ -10,14 +10,14 @@ from tierkv.blocking.names import CurrentSession
 from tierkv.blocks import PartId
 from tierkv.errors import ClosedError, ConfigError
 from tierkv_adapters.remote.asking import Asking
-from tierkv_adapters.remote.wire import pack_tokens
+from tierkv_adapters.remote.wire import pack_media, pack_tokens
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from tierkv.blocks import BlockKey
+    from tierkv.blocks import BlockKey, Media
     from tierkv.engine import EngineStats
     from tierkv.layout import Space
     from tierkv.session import BlockReport, FlushResult, SessionInfo
@@ -148,6 +148,7 @@ class RemoteManager(Asking):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> list[BlockReport]:
         """Per block of a prompt, where it is or why it is nowhere; as a manager's.
 
@@ -155,9 +156,8 @@ class RemoteManager(Asking):
         """
         name = session if session is not None else self.current_session()
         body = pack_tokens(token_ids)
-        found: list[BlockReport] = self._ask(
-            "explain", body, tokens=True, session=name, space=_fingerprint(space)
-        )
+        about = {"session": name, "space": _fingerprint(space), "media": pack_media(media)}
+        found: list[BlockReport] = self._ask("explain", body, tokens=True, **about)
         return found
 
     def prefetch(
@@ -166,12 +166,14 @@ class RemoteManager(Asking):
         *,
         session: str | None = None,
         space: Space | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         """Start bringing a prefix into the fastest tier; as a manager's."""
         name = session if session is not None else self.current_session()
         body = b"" if token_ids is None else pack_tokens(token_ids)
         has = token_ids is not None
-        self._ask("prefetch", body, tokens=has, session=name, space=_fingerprint(space))
+        about = {"session": name, "space": _fingerprint(space), "media": pack_media(media)}
+        self._ask("prefetch", body, tokens=has, **about)
 
     def hint(
         self,

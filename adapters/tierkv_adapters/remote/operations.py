@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from tierkv.blocks import KEY_BYTES, BlockKey
 from tierkv.errors import ConfigError
-from tierkv_adapters.remote.wire import unpack_tokens
+from tierkv_adapters.remote.wire import unpack_media, unpack_tokens
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Awaitable, Callable, Mapping
 
     from tierkv.blocking import CacheManager
+    from tierkv.blocks import Media
     from tierkv.layout import Space
 
 __all__ = ["Fields", "Operations"]
@@ -69,6 +70,10 @@ class Fields:
     def tokens(self) -> array[int] | None:
         """Token ids, if the request has some."""
         return unpack_tokens(self.body) if self.get("tokens", bool, False) else None
+
+    def media(self) -> tuple[Media, ...]:
+        """Content behind placeholder tokens; nothing if the request says nothing of it."""
+        return unpack_media(self._header.get("media"))
 
     def keys(self) -> tuple[BlockKey, ...]:
         """Block keys, which are the body.
@@ -152,11 +157,12 @@ class Operations:
     async def _explain(self, fields: Fields) -> object:
         ids = fields.tokens()
         name = fields.get("session", str, None)
-        return await self._manager.aexplain([] if ids is None else ids, name, self.space(fields))
+        asked = [] if ids is None else ids
+        return await self._manager.aexplain(asked, name, self.space(fields), fields.media())
 
     async def _prefetch(self, fields: Fields) -> None:
         name = fields.get("session", str, None)
-        await self._manager.aprefetch(fields.tokens(), name, self._named(fields))
+        await self._manager.aprefetch(fields.tokens(), name, self._named(fields), fields.media())
 
     async def _hint(self, fields: Fields) -> None:
         await self._manager.ahint(

@@ -14,6 +14,7 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, Any, Final
 
+from tierkv.blocks import Media
 from tierkv.errors import ConfigError, TierKVError
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ __all__ = [
     "decode_header",
     "encode",
     "pack_changes",
+    "pack_media",
     "pack_tokens",
     "peer_is_me",
     "sizes",
     "unpack_changes",
+    "unpack_media",
     "unpack_tokens",
 ]
 
@@ -139,6 +142,25 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
         return _little(array("I", token_ids)).tobytes()
     except (OverflowError, TypeError) as error:
         raise ConfigError(f"token ids must be integers of 32 bits: {error}") from error
+
+
+def pack_media(media: Iterable[Media]) -> list[list[int | str]]:
+    """Media of a prompt, as they stand in a header."""
+    return [[each.position, each.digest.hex()] for each in media]
+
+
+def unpack_media(value: object) -> tuple[Media, ...]:
+    """Undo :func:`pack_media`; nothing means that there are none.
+
+    Raises:
+        ConfigError: if these are none.
+        LayoutError: if one of them stands nowhere.
+    """
+    try:
+        pairs = [(at, bytes.fromhex(digest)) for at, digest in value or ()]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError("a request's 'media' are pairs of position and digest") from None
+    return tuple(Media(at, digest) for at, digest in pairs)
 
 
 def unpack_tokens(body: bytes) -> array[int]:

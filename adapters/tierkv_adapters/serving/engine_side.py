@@ -12,8 +12,7 @@ from tierkv.config import engine_chains
 from tierkv.decisions.types import MissReason
 from tierkv.errors import LayoutError
 from tierkv.layout import GroupKind
-from tierkv.mover.load import Progress
-from tierkv.session.leased import UNKNOWN
+from tierkv.mover.load import UNKNOWN, Progress
 from tierkv.session.saving import source_of
 from tierkv.workers import Signal
 from tierkv_adapters.serving.hinted import HintSide
@@ -295,7 +294,8 @@ class EngineSide:
             if not view.holds_states():
                 # what is behind the next state that is stored takes these blocks along
                 return Outcome(job.start, _UNBACKED)
-            if handle.lossy and (job.start or self._tainted) and not handle.derived:
+            unknown = self._tainted or (job.start and handle.lossy)
+            if unknown and not handle.derived:
                 # nobody knows how the KV came about that another request left in these pages: what
                 # was computed behind lossy copies is derived, and must not pass for exact
                 handle.lineage = [Progress(derived=UNKNOWN)]

@@ -122,6 +122,7 @@ class HintSide:
             session=hint.session,
             tenant=facts.tenant,
             tokens=hint.tokens,
+            media=facts.media if hint.tokens is not None else (),
             space=space,
             salt=facts.salt,
             fidelity=self._fidelity,

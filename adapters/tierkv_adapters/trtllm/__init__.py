@@ -34,6 +34,10 @@ is offered it. Where neither happens within ``[serving] lost_after`` (30 s; ``"n
 ranks end the engine with :class:`LostLoadError` at the same step, rather than serve other KV or let
 the request wait for ever.
 
+The interface does not tell of weights that are changed in place, nor that the runtime forgot its
+own blocks: restart the engine after that. And do not reset a rank's engine while requests wait, as
+that takes away what they were offered.
+
 Tested against the documented contract of the interface
 (:mod:`tierkv.testing.trtllm`), not on the runtime itself.
 """

@@ -23,6 +23,7 @@ from tierkv.decisions.types import GroupRule
 from tierkv.errors import LayoutError, TierKVError
 from tierkv.frame import header_bytes, page_round
 from tierkv_adapters.serving.limited_log import LimitedLog
+from tierkv_adapters.serving.replicas import needed_parts
 from tierkv_adapters.trtllm.holds import HoldBook, Run
 from tierkv_adapters.trtllm.links import open_link
 from tierkv_adapters.trtllm.shapes import read_facts, socket_path
@@ -264,17 +265,18 @@ class HoldFeed:
             if blocks <= ready:
                 book.counters.short += 1
                 return
-            held = self._ask(ranks, wish, blocks)
-            if held is None:
-                return
-            least = min(one.blocks for one in held)
-            if least == blocks:
-                # rank 0 names the parts that it holds; of the others those of the same blocks
-                keys, parts = tuple(wish.keys[0][:blocks]), tuple(held[0].parts)
-                run = Run(keys, parts, list(held))
-                self._index.watch(run)
-                self._forget(book.admit(run))
-                return
+            parts = [needed_parts(k[:blocks], ranks.rules, book.block_tokens) for k in wish.keys]
+            with self._index.asking(parts):
+                held = self._ask(ranks, wish, blocks)
+                if held is None:
+                    return
+                least = min(one.blocks for one in held)
+                if least == blocks:
+                    # rank 0 names the parts that it holds; of the others those of the same blocks
+                    run = Run(tuple(wish.keys[0][:blocks]), tuple(held[0].parts), list(held))
+                    self._index.watch(run)
+                    self._forget(book.admit(run))
+                    return
             # a shorter prefix needs other parts of its windows: it is held by itself
             _release(held)
             blocks = least

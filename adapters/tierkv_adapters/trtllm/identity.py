@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,8 @@ __all__ = ["identity_of", "model_folder"]
 _FACTS: Final = (
     *("dtype", "attn_backend", "model_kwargs", "quant_config", "kv_cache_config.dtype"),
     *("kv_cache_config.tokens_per_block", "moe_expert_parallel_size", "enable_attention_dp"),
-    *("checkpoint_format", "trust_remote_code", "max_seq_len"),
+    *("checkpoint_format", "trust_remote_code", "max_seq_len", "load_format"),
+    *("kv_cache_config.max_attention_window", "speculative_config"),
 )
 _CONFIGS: Final = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
@@ -37,7 +39,10 @@ def identity_of(llm_args: Any, config: AdapterConfig, shard: tuple[int, int]) ->
         ConfigError: if the weights cannot be told from others; says what to write.
     """
     model = str(_get(llm_args, "model") or "")
-    weights = config.weights or _weights(llm_args, model)
+    if _is_dummy(llm_args):  # random numbers of each start, whatever they are called
+        weights = f"dummy:{uuid.uuid4()}"
+    else:
+        weights = config.weights or _weights(llm_args, model)
     facts = [("engine", "tensorrt_llm"), ("version", engine_version())]
     facts += [(name, _text(_get(llm_args, name))) for name in _FACTS]
     facts += [("tensor_parallel_size", str(shard[1]))]
@@ -77,6 +82,11 @@ def _weights(llm_args: Any, model: str) -> str:
     )
 
 
+def _is_dummy(llm_args: Any) -> bool:
+    form = _get(llm_args, "load_format")
+    return "dummy" in str(getattr(form, "name", form)).lower()
+
+
 def _get(args: Any, name: str) -> Any:
     for part in name.split("."):
         args = getattr(args, part, None)
@@ -90,7 +100,10 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, str | int | float | bool):
         return str(value)
     dump = getattr(value, "model_dump", None)
-    plain = dump(mode="json") if dump is not None else getattr(value, "__dict__", str(value))
+    try:
+        plain = dump(mode="json") if dump is not None else getattr(value, "__dict__", str(value))
+    except (TypeError, ValueError):  # something in it that is no JSON: told by its text, below
+        plain = dump() if dump is not None else str(value)
     text = json.dumps(plain, sort_keys=True, default=str)
     text = re.sub(r" at 0x[0-9a-f]+", "", text)  # where an object lies differs by process
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

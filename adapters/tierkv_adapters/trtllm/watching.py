@@ -8,6 +8,7 @@ more, before somebody else is promised it.
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierkv_adapters.serving.replicas import ReplicaIndex
@@ -24,8 +25,8 @@ __all__ = ["Residency"]
 class Residency(ReplicaIndex):
     """What the ranks have in their tiers, and which of it is held.
 
-    The thread that holds calls :meth:`watch`, :meth:`forget` and :meth:`damaged`; those of the
-    feeds tell what changes.
+    The thread that holds calls :meth:`asking`, :meth:`watch`, :meth:`forget` and :meth:`damaged`;
+    those of the feeds tell what changes.
 
     Args:
         ranks: How many there are.
@@ -65,14 +66,33 @@ class Residency(ReplicaIndex):
 
     # ------------------------------------------------------------------ the thread that holds
 
+    @contextmanager
+    def asking(self, parts: Sequence[Sequence[PartId]]) -> Iterator[None]:
+        """Watch these parts, by rank, while the ranks are asked to hold them.
+
+        One rank may have long held its own when the last one answers.
+        """
+        pairs = [(rank, part) for rank, own in enumerate(parts) for part in own]
+        self._watch(pairs)
+        try:
+            yield
+        finally:
+            self._unwatch(pairs)
+
     def watch(self, run: Run) -> None:
         """A run is held from now on."""
-        for rank, part in _parts_of(run):
-            self._watched[rank][part] += 1
+        self._watch(_parts_of(run))
 
     def forget(self, run: Run) -> None:
         """A run is given back."""
-        for rank, part in _parts_of(run):
+        self._unwatch(_parts_of(run))
+
+    def _watch(self, pairs: Iterable[tuple[int, PartId]]) -> None:
+        for rank, part in pairs:
+            self._watched[rank][part] += 1
+
+    def _unwatch(self, pairs: Iterable[tuple[int, PartId]]) -> None:
+        for rank, part in pairs:
             watched = self._watched[rank]
             watched[part] -= 1
             if watched[part] <= 0:

@@ -14,6 +14,9 @@ codecs and direct ways to storage, and needs no experimental interface. Settings
 
 vLLM before 0.28 takes no module paths: call :func:`register` in a plug-in of your own, and write
 ``"type": "tierkv"``. The tier's engine lives in the scheduler's process, beside vLLM's CPU tier.
+
+vLLM does not empty its tiers when it resets its caches, although it does so because of other
+weights, too: ours then begins anew under other keys, unless ``"weights_are_fixed": true`` is said.
 """
 
 from __future__ import annotations

@@ -118,6 +118,11 @@ class TierEngine:
             sessions.append(session)
         return sessions
 
+    async def move(self, space: Space) -> None:
+        """Work in another space from now on. After the last job has ended."""
+        await self.close()
+        self._space = space
+
     async def close(self) -> None:
         """Leave all sessions. After the last job has ended."""
         opened, self._opened = self._opened, []

@@ -106,7 +106,10 @@ class TierKVTier(API.tier):  # type: ignore[name-defined] # found at run time
         return API.new_request()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the CPU tier; bounded by the deadline of loads and 10 s."""
+        """Wait until no job touches the CPU tier; bounded by the deadline of loads and 10 s.
+
+        vLLM resets its caches then: see the setting ``weights_are_fixed``.
+        """
         self.side.drain()
 
     def shutdown(self) -> None:

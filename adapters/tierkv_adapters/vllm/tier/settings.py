@@ -34,6 +34,9 @@ class TierSettings:
         lora_paths_are_stable: Whether the files of a LoRA adapter never change under one path.
             vLLM's keys hold an adapter's name and path alone: without this promise, what was
             stored while LoRA is enabled is not used by later processes.
+        weights_are_fixed: Whether the weights in place never change while vLLM runs. Without this
+            promise, what was stored before vLLM reset its caches (for a weight update, but also to
+            sleep) is not used again by this process, and what is stored since by no other.
         locality: Where the storage is, as vLLM's filters ask: ``"LOCAL"``, ``"REMOTE"`` or None.
     """
 
@@ -45,6 +48,7 @@ class TierSettings:
     weights: str | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     lora_paths_are_stable: bool = False
+    weights_are_fixed: bool = False
     locality: str | None = None
 
     @classmethod
@@ -113,5 +117,6 @@ _OWN: dict[str, Any] = {
     "weights": _text,
     "identity": _facts,
     "lora_paths_are_stable": _flag,
+    "weights_are_fixed": _flag,
     "locality": _locality,
 }

@@ -8,13 +8,16 @@ never hears an exception.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 import time
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from tierkv.decisions.types import MissReason
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ClosedError, ConfigError, TierKVError
 from tierkv_adapters.remote.feeds import LocalFeed
+from tierkv_adapters.serving.eras import Eras
 from tierkv_adapters.serving.leaving import at_exit, not_at_exit
 from tierkv_adapters.serving.limited_log import LimitedLog
 from tierkv_adapters.serving.managers import is_lossy, open_manager
@@ -102,6 +105,8 @@ class TierSide:
         self._row_bytes = rows.nbytes // max(1, len(rows))
         self._most_held = max(1, int(len(rows) * _SHARE))
         self._held = 0  # chunks that stores under way keep in vLLM's CPU tier
+        self._space = space
+        self._weights_are_fixed = settings.weights_are_fixed
         self._keys = KeyMap(space)
         self._negative = NegativeCache(settings.retry_after)
         self._limited = LimitedLog(_log)
@@ -246,10 +251,21 @@ class TierSide:
     def drain(self) -> None:
         """Wait until no job touches a row; bounded, see :meth:`JobBook.drain`.
 
+        vLLM asks for it when it resets its caches, and leaves what its tiers hold alone. But other
+        weights may be in place from then on, which changes neither a file nor a key: unless the
+        user rules that out, what was stored before is found again by the next process at the
+        earliest, and what is stored since by this one alone.
+
         Raises:
             TierKVError: if a cancelled copy does not end; vLLM must not use the rows again then.
         """
         self._jobs.drain((self._deadline or 0.0) + _DRAIN_S)
+        if self._weights_are_fixed:
+            return
+        space = Eras().within(self._space, secrets.token_bytes(16))
+        self._keys = KeyMap(space)
+        with contextlib.suppress(ClosedError):  # nothing is found or stored any more
+            self.manager.call(self._engine.move, space)
 
     def close(self) -> None:
         """End all jobs and let go of vLLM's memory. Idempotent.
