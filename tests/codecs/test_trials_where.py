@@ -46,10 +46,10 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_compiled_nor_loaded_where_a_loop_runs() -> None:
+def _said_in_a_new_process(code: str) -> str:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_LOOP],
+        [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -57,7 +57,12 @@ def test_nothing_is_compiled_nor_loaded_where_a_loop_runs() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split(maxsplit=1)[1].strip() == "()"
+    return done.stdout
+
+
+def test_nothing_is_compiled_nor_loaded_where_a_loop_runs() -> None:
+    said = _said_in_a_new_process(ON_A_LOOP)
+    assert said.split(maxsplit=1)[1].strip() == "()"
 
 
 FORKING = """
@@ -90,14 +95,5 @@ assert found[0][1] == mine
 
 
 def test_processes_that_fork_while_codecs_are_compiled_go_on() -> None:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "18"
+    said = _said_in_a_new_process(FORKING)
+    assert said.strip() == "18"

@@ -109,9 +109,8 @@ async def test_engines_of_raw_blocks_have_nothing_to_compile(
     assert tried == []
 
 
-async def test_closing_waits_for_one_piece_at_most(
-    tried: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events: the first trial has begun; trials may go on."""
     begun, go_on = threading.Event(), threading.Event()
     real = trials.Tried._try
 
@@ -121,6 +120,13 @@ async def test_closing_waits_for_one_piece_at_most(
         real(self, key)
 
     monkeypatch.setattr(trials.Tried, "_try", slow)
+    return begun, go_on
+
+
+async def test_closing_waits_for_one_piece_at_most(
+    tried: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = _held(monkeypatch)
     host = [tierkv.Tier("host", HOST, codec="K:int4,V:rot3")]
     engine = await tierkv.open(tiers=host, space=small_space()).start()
     assert not go_on.is_set(), "opening waited"
@@ -136,15 +142,7 @@ async def test_closing_waits_for_one_piece_at_most(
 def test_a_loop_that_ends_without_closing_leaves_the_others(
     tried: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    real = trials.Tried._try
-
-    def slow(self: Any, key: Any) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        real(self, key)
-
-    monkeypatch.setattr(trials.Tried, "_try", slow)
+    begun, go_on = _held(monkeypatch)
     engines = []
 
     async def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,13 +15,34 @@ from tierkv import jit
 from tierkv.jit import llvm, trials
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_refusals", [])
     monkeypatch.setattr(trials, "_wanted", {})
+
+
+@contextmanager
+def _another_compiles() -> Iterator[None]:
+    """Another thread holds the lock of who compiles, until this ends."""
+    held, done = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with llvm.compiling:
+            held.set()
+            done.wait(60)
+
+    other = threading.Thread(target=compiling)
+    other.start()
+    assert held.wait(60)
+    try:
+        yield
+        assert other.is_alive(), "it was let go before its time"
+    finally:
+        done.set()
+        other.join(60)
 
 
 class Maker:
@@ -148,21 +170,9 @@ def test_whoever_catches_up_stops_while_another_thread_compiles() -> None:
     sums = maker.tried()
     with jit.later():
         assert sums(1) is None
-    held, done = threading.Event(), threading.Event()
-
-    def compiling() -> None:
-        with llvm.compiling:
-            held.set()
-            done.wait(60)
-
-    other = threading.Thread(target=compiling)
-    other.start()
-    assert held.wait(60)
     looks = iter([False, False, True])
-    assert jit.catch_up(lambda: next(looks)) == 0
-    assert not done.is_set()
-    done.set()
-    other.join(60)
+    with _another_compiles():
+        assert jit.catch_up(lambda: next(looks)) == 0
     assert maker.threads == []
     assert jit.behind(), "what is left is still noted"
     assert jit.catch_up() == 1
@@ -195,20 +205,9 @@ def test_nobody_waits_for_who_compiles() -> None:
     """Library calls do it meanwhile, and nothing is lost: it is asked for again."""
     maker = Maker()
     sums = maker.tried()
-    held, done = threading.Event(), threading.Event()
-
-    def compiling() -> None:
-        with llvm.compiling:
-            held.set()
-            done.wait(60)
-
-    other = threading.Thread(target=compiling)
-    other.start()
-    assert held.wait(60)
-    assert sums(1) is None
-    assert maker.threads == []
-    done.set()
-    other.join(60)
+    with _another_compiles():
+        assert sums(1) is None
+        assert maker.threads == []
     assert sums(1) is not None
 
 

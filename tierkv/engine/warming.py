@@ -66,7 +66,8 @@ class Warming:
             copying.ready()
         jit.catch_up(self._stopped)
         for space, chain in todo:
-            warm(space, chain, self._stopped)
+            if cold(space, chain):  # nobody was through with it meanwhile
+                warm(space, chain, self._stopped)
         jit.catch_up(self._stopped)
 
     def _stopped(self) -> bool:
